@@ -118,7 +118,7 @@ class Storages:
 
     def _visit_wait(self, op: Wait, index: int) -> None:
         (source,) = op.operands
-        made = op.results[0] if op.results else None
+        result = op.results[0] if op.results else None
         read = self._reading.pop(source, None)
         if read is not None:
             storages = dict.fromkeys(map(self.of, read))
@@ -126,12 +126,12 @@ class Storages:
                 if storage is None:
                     continue
                 storage.last = index
-                if made is not None and isinstance(made.type, UnitType):
-                    storage.reads.append(made)
-        if made is not None:
+                if result is not None and isinstance(result.type, UnitType):
+                    storage.reads.append(result)
+        if result is not None:
             maker = self._makers.get(source)  # of the future, if it is one
-            owned = self._make(made, index, owner=maker is not None)
-            is_tensor = isinstance(made.type, TensorType)
+            owned = self._make(result, index, owner=maker is not None)
+            is_tensor = isinstance(result.type, TensorType)
             if owned is not None and is_tensor and isinstance(maker, Recv) and not maker.operands:
                 owned.slots.append(maker)
 

@@ -219,7 +219,8 @@ def test_the_launcher_starts_all_ranks_and_goes_on(has_checkpoint: bool, tmp_pat
     script = script.replace("/runs/", f"{tmp_path}/runs/")
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     command = [*container["command"], script, *rest]
-    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True)
+    options = {"env": {"PATH": path}, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, check=True, **options)
     assert done.stderr == "".join(f"asked {host.split(':')[0]}\n" for host in hosts)
     words = done.stdout.split()
     assert words[:4] == ["-m", "cg.launch", "-n", str(workers * slots)]

@@ -17,6 +17,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call, CopyStart
 from cg.launch.world import world as worlds
 from cg.launch.world.single_rank_world import SingleRankWorld
+from cg.tracer.values import optimizer_state
 from tests.backends.devices.patience import loose_device
 
 WIDTH, ROWS = 8, 16
@@ -364,3 +365,11 @@ def test_an_optimizer_that_takes_a_closure_is_refused(device: FakeDevice) -> Non
 def test_a_place_is_one(store: Any) -> None:
     with worlds.use_world(VirtualWorld(1)), pytest.raises(TypeError, match="it is a sharding"):
         cg.actor(Layer).on(0, store=store)
+
+
+def test_state_of_all_groups_rests_where_a_step_on_fakes_ends_early() -> None:
+    """ASGD reads a number of its state, which a fake lacks, in the first of its groups."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 4)]
+    optimizer = torch.optim.ASGD([{"params": [parameter]} for parameter in parameters])
+    state = optimizer_state._after_step(optimizer, parameters, "it")
+    assert all(state[parameter]["ax"].shape == parameter.shape for parameter in parameters)

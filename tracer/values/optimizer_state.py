@@ -259,7 +259,7 @@ def _after_step(
     """The state that an optimizer would have of parameters after a step, as fakes.
 
     Raises:
-        TraceError: the step fails on fakes before it has made anything.
+        TraceError: a step fails on fakes before it has made anything.
     """
     if not parameters:
         return {}
@@ -277,20 +277,44 @@ def _after_step(
             fake.requires_grad_()
             fake.grad = torch.empty_like(fake)
             fakes[id(parameter)] = fake
-        groups = optimizer.param_groups
-        twin.param_groups = [
+        groups = [
             {**group, "params": [fakes[id(p)] for p in group["params"] if id(p) in fakes]}
-            for group in groups
+            for group in optimizer.param_groups
         ]
-        try:
-            type(optimizer).step(twin)
-        except Exception as error:  # a number that a fake lacks: state is made ahead of that
-            if not twin.state:
+        if _step_on_fakes(twin, groups) is not None:
+            _step_one_by_one(twin, groups, name)
+    return {parameter: twin.state.get(fakes[id(parameter)], {}) for parameter in parameters}
+
+
+def _step_on_fakes(twin: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Exception | None:
+    """Step for some groups of fake parameters; returns what a step raises.
+
+    That is most often for a number that a fake lacks. State is made ahead of it.
+    """
+    twin.param_groups = groups
+    try:
+        type(twin).step(twin)
+    except Exception as error:
+        return error
+    return None
+
+
+def _step_one_by_one(twin: torch.optim.Optimizer, groups: list[dict[str, Any]], name: str) -> None:
+    """Step for each parameter without state, since a step for all may have raised ahead of it.
+
+    Raises:
+        TraceError: a step raises before it has made anything.
+    """
+    for group in groups:
+        for fake in group["params"]:
+            if twin.state.get(fake):
+                continue
+            error = _step_on_fakes(twin, [{**group, "params": [fake]}])
+            if error is not None and not twin.state.get(fake):
                 raise TraceError(
                     f"the state of an optimizer of {name} rests on the host, and what a "
-                    f"{type(optimizer).__qualname__} keeps is not known: a step on fake tensors "
+                    f"{type(twin).__qualname__} keeps is not known: a step on fake tensors "
                     f"raised {type(error).__name__}: {error}",
                     remedy="take an optimizer of torch that steps without a closure, or leave "
                     'store="host" out',
                 ) from error
-    return {parameter: twin.state.get(fakes[id(parameter)], {}) for parameter in parameters}

@@ -341,5 +341,6 @@ def test_a_look_that_fails_is_told_and_not_the_end_of_looking(
 def test_no_watchdog_is_in_the_library_of_its_device_when_the_interpreter_ends() -> None:
     """Else the process is aborted, by chance: in four of six runs of this program."""
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+        command = [sys.executable, "-c", AT_EXIT]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert (ended.returncode, ended.stderr) == (0, "")

@@ -97,8 +97,8 @@ def _on_host(
     def spread(shared: Tensor) -> Tensor:
         """Numbers `[runs, of a run, groups]` as `[groups, 1, runs, length, outputs of a word]`."""
         shared = shared.expand(runs, -1, groups)
-        each = shared.repeat_interleave(length * outputs_per_word // shared.shape[1], 1)
-        return each.permute(2, 0, 1).reshape(groups, 1, runs, length, outputs_per_word)
+        repeated = shared.repeat_interleave(length * outputs_per_word // shared.shape[1], 1)
+        return repeated.permute(2, 0, 1).reshape(groups, 1, runs, length, outputs_per_word)
 
     product = ((sums - totals * spread(zeros)) * spread(scale.float())).sum(0)
     others = product.new_zeros(summands - 1, *product.shape)

@@ -57,8 +57,8 @@ def _backward(case: Case) -> Answer | Expansion:
     of_captured = [dims for dims, _ in _captured_dims(case, "captured")]
     pairs = zip(of_captured, case["needs"], strict=True)
     gradients = [dims for dims, is_needed in pairs if is_needed]
-    given = [case[name] for name in ("grad_out", "grad_logsumexp")]
-    count = sum(isinstance(gradient, Operand) for gradient in given)
+    cotangents = [case[name] for name in ("grad_out", "grad_logsumexp")]
+    count = sum(isinstance(cotangent, Operand) for cotangent in cotangents)
     results = (_QUERY, _KEY, _VALUE, *gradients)
     answer = _solved(case, results, jointly(*range(count)))
     if case.asked is not None or not _has_cut_rows(case):
