@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -70,13 +71,18 @@ def test_a_graph_that_is_recorded_takes_no_more_memory_than_its_program(
 ) -> None:
     actor, x = Actor.on(0)(4), x_of(0)
     with training(actor) as compiled:
-        peaks = []
-        for _ in range(4):
+        peaks, captures = [], [0]
+        for _ in range(5):
             actor.local.zero_grad()
             peaks.append(peak_of(lambda: compiled(x)))
-        (segment,) = compiled._runtimes[0].bound[0][0].segments
-        assert (segment.captures, segment.replays) == (1, 2)
-    _, program, recorded, replayed = peaks
+            (segment,) = compiled._runtimes[0].bound[0][0].segments
+            captures.append(segment.captures)
+        assert segment.replays == 3
+    # The allocator may bring the input to one place twice in a row late: that is another graph.
+    is_captured = [after > before for before, after in pairwise(captures)]
+    assert is_captured[:3] == [False, False, True]
+    assert captures[-1] <= 2
+    program, recorded, replayed = peaks[1], peaks[2], peaks[is_captured.index(False, 3)]
     # A fake capture takes memory for a moment to find out about a result, and of the host's.
     assert recorded <= program + 2 * x.nbytes + 64
     assert replayed <= 2 * x.nbytes + 64
