@@ -19,8 +19,9 @@ from one_gpu.qwen2 import REAL, SMALL
 
 from examples.serve.engine import CgEngine, start
 from examples.serve.requests import GREEDY, Request
-from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.scheduler import Scheduler
 from examples.serve.settings import Options
+from examples.serve.tickets import Ticket
 from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
 
 from .bench import Bench

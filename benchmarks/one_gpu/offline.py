@@ -12,8 +12,9 @@ import torch
 
 from examples.serve.engine import CgEngine, start
 from examples.serve.requests import Request
-from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.scheduler import Scheduler
 from examples.serve.settings import Options
+from examples.serve.tickets import Ticket
 
 from .bench import OneGpu
 from .qwen2 import REAL, SMALL

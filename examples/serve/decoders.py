@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 import cg
 
 from ..weight_files import quantization
-from .attention import NAME, CurrentCache, PagedCache, Pages
+from .attention import NAME, CurrentCache, PagedCache
 from .lora import Adapter, adapter_cuts, attach, check_adapters, linear_shapes, must_run
+from .pages import Pages
 from .parts import Experts, KeyValues, Model, Quantized, Ways
 from .products import Calls, join, project, replace_norms
 from .start_check import ASKED, SHOWN, Trial

@@ -19,7 +19,7 @@ import torch
 
 import cg
 
-from .defaults import check_draft, check_float8, check_ranks, check_states
+from .checks import check_draft, check_float8, check_ranks, check_states
 from .growing import GrowingEngine, warm_ups_on
 from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, START
 from .opening import open_model

@@ -14,7 +14,8 @@ from transformers.masking_utils import causal_mask_function
 
 import cg
 
-from .attention import PagedCache, Pages, attend
+from .attention import PagedCache, attend
+from .pages import Pages
 from .parts import KeyValues, Model, Ways
 from .products import project
 from .states import State, StateName

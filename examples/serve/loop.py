@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from . import wire
 from .features import Features
 from .requests import ERROR, UNFOLLOWED, End, Events, Request, Scores
-from .scheduler import Scheduler, Ticket
+from .scheduler import Scheduler
 from .serving_loop import PATIENCE, Loop
+from .tickets import Ticket
 from .transports import Feeder, Ring
 from .wire import Kind
 from .work import Decode, Engine, Result

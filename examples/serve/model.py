@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import cg
 
-from .attention import Pages
+from .pages import Pages
 from .parts import Model, Ways
 from .requests import LOGPROBS, How
 from .sampling.draw import allowed, draw, greedy, rank, score

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attention import Pages
+from .pages import Pages
 from .states import State, StateName, bytes_of
 
 

@@ -5,58 +5,28 @@ whose work it submits, and `complete` or `fail`. These take work in the order of
 each queue: the decodes of a group, or the prefill chunks.
 
 Requests are admitted in the order of their arrival and the youngest is preempted first, so those
-that hold blocks are always the oldest ones, and the oldest is never preempted: nobody starves.
-Blocks of a request that ends are given away at once, even while its last execution is in flight:
-ranks see executions in the order of submission, so a late write lands before the new owner's. So
-are slots of states. Where layers keep states, no prefix is shared: what a state was behind a prefix
-is not kept.
+that hold blocks are always the oldest ones, and the oldest is never preempted: nobody starves
+(`admission.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import compress, count
+from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
-from .blocks import Blocks, chain
+from .admission import Admission
 from .features import Features
 from .groups import Counts, Group, Guide, Numbers, Sequence, Tokens, runs
 from .ngram import Propose
 from .requests import ERROR, UNFOLLOWED, End, Events, How, Limits, Request, Scores
 from .speculation import Speculation, look_up
+from .tickets import Stats, Ticket
 from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill, Record
-
-
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """Work in flight.
-
-    Attributes:
-        stays: of the sequences of its rows or chunks.
-        sequences: the sequences of its chunks; none for a decode.
-        speculates: whether it is a decode of sequences that speculate.
-    """
-
-    work: Decode | Prefill
-    stays: Numbers
-    sequences: tuple[Sequence, ...] = ()
-    speculates: bool = False
-
-
-@dataclass
-class Stats:
-    """Counts since the start."""
-
-    preemptions: int = 0
-    decodes: int = 0
-    rows: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class Scheduler:
@@ -74,29 +44,19 @@ class Scheduler:
         features: Features | None = None,
         proposes: Callable[[Request], Propose] = look_up,
     ) -> None:
-        if (limits.blocks - 1) * limits.block_size < limits.context:
-            raise ValueError(
-                f"{limits.blocks - 1} blocks of {limits.block_size} tokens hold no sequence of "
-                f"{limits.context}: give more blocks, or a shorter context"
-            )
         self.limits, self.features = limits, features or Features()
-        self.blocks = Blocks(limits.blocks, limits.block_size)
+        self.admission = Admission(limits, self.features)
+        self.blocks, self.active = self.admission.blocks, self.admission.active
         self.speculation = Speculation(limits, self.blocks, proposes)
         self.stats = Stats()
-        self.waiting: deque[Sequence] = deque()
-        self.active: dict[int, Sequence] = {}  # by id, in the order of arrival
+        self.waiting = self.admission.waiting
         self._all: dict[int, Sequence] = {}
-        self._prefilling: deque[Sequence] = deque()  # admitted, with chunks to submit
         self._groups = [Group(number, limits) for number in range(limits.groups)]
-        self._stays = count(1)
-        self._shares = self.features.prefix and not limits.lengths
         self._eos = frozenset(limits.eos)
         self._stops = Counter(limits.eos)  # tokens that end some request
         self._decodes = [0] * limits.groups  # in flight
         self._held = [False] * limits.groups  # whether it has waited for a first token
         self._chunks = self._first_tokens = 0  # in flight
-        self._places = list(range(limits.requests, 0, -1))  # that are free
-        self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
         self._advances: list[tuple[Guide, int]] = []
 
@@ -207,7 +167,7 @@ class Scheduler:
             token = next(tokens) if chunk.last else None
             if sequence.stay != stay:
                 continue
-            self._publish(sequence, sequence.tokens, chunk.start + len(chunk.tokens))
+            self.admission.publish(sequence, sequence.tokens, chunk.start + len(chunk.tokens))
             for place, score in enumerate(prompt_scores, chunk.start + 1):  # of a chunk alone
                 self._score_prompt(sequence, place, score)
             if token is not None:
@@ -299,7 +259,7 @@ class Scheduler:
             group.rows[slots, TOKEN] = tokens
         self.stats.generated_tokens += len(slots)
         for at in (places % self.limits.block_size == 0).nonzero()[0]:
-            self._publish(members[at], group.tokens[slots[at]], places[at])
+            self.admission.publish(members[at], group.tokens[slots[at]], places[at])
         self._tell(group.ids[slots[~stops]], tokens[~stops])
         for at in (group.is_guided[slots] & ~stops).nonzero()[0]:
             self._advance(members[at].guide, int(tokens[at]))
@@ -327,12 +287,11 @@ class Scheduler:
                 group, slot = sequence.seat
                 group.extend(slot, sequence.blocks)
                 return
-            self._preempt(self.active[next(reversed(self.active))])
+            self._preempt(self.admission.youngest())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it is computed again later, from all its tokens."""
-        self._vacate(sequence)
-        self.waiting.appendleft(sequence)
+        self.admission.preempt(sequence)
         self.stats.preemptions += 1
 
     # -- prefill -----------------------------------------------------------------------------------
@@ -341,8 +300,8 @@ class Scheduler:
         """A chunk for each of the next prompts, if each chunk begins its prompt; else one chunk."""
         sequences: list[Sequence] = []
         chunks: list[Chunk] = []
-        while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
-            sequence = self._prefilling[0]
+        while len(chunks) < self.limits.prompts and (self.admission.prefilling or self._admit()):
+            sequence = self.admission.prefilling[0]
             is_scored = How.SCORED in sequence.request.sampling.how or sequence.wants_scores
             guide = sequence.guide
             is_alone = bool(sequence.written or is_scored or guide)
@@ -376,7 +335,7 @@ class Scheduler:
         start, whole, wants = sequence.written, len(sequence.tokens), sequence.wants_scores
         end = sequence.written = start + length
         if end == whole:
-            self._prefilling.popleft()
+            self.admission.prefilling.popleft()
         self.stats.chunks += 1
         self.stats.prompt_tokens += end - start
         tokens, blocks = sequence.tokens[start:end], tuple(sequence.blocks)
@@ -395,43 +354,12 @@ class Scheduler:
         )
 
     def _admit(self) -> bool:
-        """Admit the first request that waits, if there are a slot and blocks for its tokens."""
-        if not self.waiting or self._starved:
-            return False
-        sequence = self.waiting[0]
-        if len(self.active) == self.limits.groups * self.limits.slots:
-            return False
-        matched, digest = self._match(sequence)
-        needed = -(-len(sequence.tokens) // self.limits.block_size) - len(matched)
-        # Leave a block for each active sequence: else the new one would soon be preempted.
-        spare = len(self.active)
-        taken = self.blocks.take(needed) if needed + spare <= self.blocks.available else None
-        if taken is None:
-            self.blocks.release(matched)
-            self._starved = True
-            return False
-        self.blocks.count_match(len(sequence.tokens), len(matched))
-        self.waiting.popleft()
-        if not sequence.is_started:
+        """Admit the first request that waits, and tell that it has started."""
+        sequence = self.admission.admit()
+        if sequence is not None and not sequence.is_started:
             sequence.is_started = True
             self._events.started.append(sequence.request.id)
-        sequence.blocks = matched + taken
-        sequence.published, sequence.digest = len(matched), digest
-        sequence.written = len(matched) * self.limits.block_size
-        sequence.stay, sequence.place = next(self._stays), self._places.pop()
-        self.active[sequence.request.id] = sequence
-        self._prefilling.append(sequence)
-        return True
-
-    def _match(self, sequence: Sequence) -> tuple[list[int], bytes]:
-        salt = sequence.request.shares
-        if sequence.wants_scores:  # which need the logits of all tokens
-            return [], chain(salt)
-        if self._shares:
-            return self.blocks.match(sequence.tokens, salt)
-        if not self.features.prefix:
-            self.features.changes["prefix"] += len(sequence.tokens)
-        return [], chain(salt)
+        return sequence is not None
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -442,14 +370,6 @@ class Scheduler:
         else:
             self._chunks -= 1
             self._first_tokens -= ticket.work.draws
-
-    def _publish(self, sequence: Sequence, tokens: Tokens, end: int) -> None:
-        """Publish the blocks that successful executions have filled, up to a position."""
-        size = self.limits.block_size
-        while self._shares and (stop := (sequence.published + 1) * size) <= end:
-            block, part = sequence.blocks[sequence.published], tokens[stop - size : stop]
-            sequence.digest = self.blocks.publish(block, sequence.digest, part)
-            sequence.published += 1
 
     def _begin(self, sequence: Sequence, token: int, scores: Iterable[Scores]) -> None:
         """Take the first token, and join the group with the fewest members.
@@ -513,27 +433,7 @@ class Scheduler:
             self._stops[stop] -= 1
             if not self._stops[stop]:
                 del self._stops[stop]
-        if sequence.stay:
-            self._vacate(sequence)
-        else:
-            self.waiting.remove(sequence)
-            self._starved = False
+        self.admission.leave(sequence)
         if reason:
             drawn = len(sequence.tokens) - len(request.prompt)
             self._events.ends.append(End(request.id, reason, drawn, message, token))
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Take the blocks and the slot of an active sequence back."""
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.written = sequence.published = sequence.stay = 0
-        # Free at once, as blocks are: the next owner's execution comes behind all of this one.
-        self._places.append(sequence.place)
-        sequence.place = 0
-        del self.active[sequence.request.id]
-        if sequence.seat is not None:
-            group, slot = sequence.seat
-            group.leave(slot)
-        elif sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-        self._starved = False

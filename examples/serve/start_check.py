@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .attention import Pages
+from .pages import Pages
 from .parts import KeyValues
 from .states import Slots, StateName
 

@@ -65,8 +65,9 @@ class Batch:
 
 def batches(sees: Callable[..., Tensor], is_float8: bool) -> Iterator[Batch]:
     """A batch of each case."""
-    from examples.serve.attention import PagedCache, Pages, attend
+    from examples.serve.attention import PagedCache, attend
     from examples.serve.float8_cache import quantize
+    from examples.serve.pages import Pages
 
     generator = torch.Generator().manual_seed(0)
     size, blocks, scale = 16, 40, 0.3

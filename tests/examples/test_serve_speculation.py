@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from examples.serve.defaults import check_draft
+from examples.serve.checks import check_draft
 from examples.serve.engine import CgEngine, start
 from examples.serve.gpt import GptConfig
 from examples.serve.ngram import LENGTHS, NgramIndex

@@ -11,9 +11,10 @@ from llguidance import LLTokenizer
 
 from examples.serve.ngram import Propose
 from examples.serve.requests import UNFOLLOWED, End, Request, Scores
-from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.scheduler import Scheduler
 from examples.serve.speculation import look_up
 from examples.serve.structure.guides import Guides
+from examples.serve.tickets import Ticket
 from examples.serve.work import Decode, Engine, Result
 
 PATIENCE = 60.0

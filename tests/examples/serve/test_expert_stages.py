@@ -18,7 +18,8 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve import __main__ as command
 from examples.serve import projections
-from examples.serve.defaults import GIB, Given, Hardware, check_ranks, choose
+from examples.serve.checks import check_ranks
+from examples.serve.defaults import GIB, Given, Hardware, choose
 from examples.serve.engine import Options, start
 from examples.serve.gpt import GptConfig
 from examples.serve.opening import open_model

@@ -32,7 +32,8 @@ from examples.serve.front.admission import Admission
 from examples.serve.groups import Sequence
 from examples.serve.ngram import Propose
 from examples.serve.requests import Adjustments, Limits, Request, Sampling, Scores
-from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.scheduler import Scheduler
+from examples.serve.tickets import Ticket
 from examples.serve.work import TABLE, TOKEN, Decode, Prefill
 
 from .fake_engine import TINY, FakeEngine, FakeResult, guess, reference, scores_of
@@ -297,7 +298,7 @@ class Machine(RuleBasedStateMachine):
         self.it.check_blocks()
         assert self.it.scheduler.blocks.used == 0
         assert self.it.scheduler.running == 0
-        assert len(self.it.scheduler._places) == self.it.scheduler.limits.requests
+        assert len(self.it.scheduler.admission.places) == self.it.scheduler.limits.requests
         self.it.check(without=self.cancelled)
 
 
