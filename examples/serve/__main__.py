@@ -113,7 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.serve", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=int, default=1, help="MPI ranks: --tp times --ep for each stage")
+    add("-n", "--ranks", type=int, default=1, help="MPI ranks: --tp x --ep x --cp for each stage")
     add("--host", default="127.0.0.1", help="where to listen; the default is this machine alone")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--api-key", help="what clients have to send as a bearer token")

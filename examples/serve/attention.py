@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import paged
 from .pages import Pages
+from .spread import SpreadPages
 from .states import CacheLayers
 
 NAME = "cg_paged"
@@ -60,6 +61,11 @@ class PagedCache(Cache):
         keys, values = self.pages.write(key_states, value_states, layer_idx)
         self.written = keys, values, layer_idx
         return keys, values
+
+    @property
+    def is_spread(self) -> bool:
+        """True if the batch reads pools that lie on several ranks."""
+        return isinstance(self.pages, SpreadPages) and self.pages.tables.numel() > 0
 
     def layer_of(self, key: Tensor, value: Tensor) -> int | None:
         """The layer whose pool has these keys and values; None if a model has changed them."""
@@ -213,14 +219,23 @@ def attention(
         )
     if attention_mask is None:
         raise ValueError(f"{type(module).__name__} attends without a mask of causes")
-    if any(features.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+    cache = module.current.cache if isinstance(module, _InPart) else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, sinks, bias = (features.get(name) for name in ("softcap", "s_aux", "position_bias"))
+    if cache is not None and cache.is_spread:
+        if bias is not None:
+            raise ValueError(
+                f"{type(module).__name__} adds biases of positions, which ranks that share a "
+                "sequence do not"
+            )
+        mixed = attend_spread(query, key, value, attention_mask, scale, cache, softcap or 0, sinks)
+        return mixed.contiguous(), None
+    if any(each is not None for each in (softcap, sinks, bias)):
         own: Any = sys.modules[type(module).__module__]
         mixed, _ = own.eager_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **features
         )
         return mixed, None
-    cache = module.current.cache if isinstance(module, _InPart) else None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, attention_mask, scale, cache).contiguous(), None
 
 
@@ -244,6 +259,10 @@ def attend(
     Returns:
         [rows, tokens, heads, width of a value].
     """
+    if cache is not None and isinstance(cache.pages, SpreadPages):
+        if cache.is_spread:
+            return attend_spread(query, key, value, mask, scale, cache)
+        return _attend_to_new(query, key, value, None if cache.is_causal(mask) else mask, scale)
     rows, heads, tokens, width = query.shape
     groups = key.shape[1]
     shared = heads // groups
@@ -261,10 +280,7 @@ def attend(
             )
             return mixed.reshape(rows, heads, tokens, width).transpose(1, 2)
     elif cache is not None and cache.is_causal(mask):
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
-        )
-        return mixed.transpose(1, 2)
+        return _attend_to_new(query, key, value, None, scale)
     # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
     query = query.reshape(rows, groups, shared * tokens, width)
     if shared > 1:
@@ -273,6 +289,39 @@ def attend(
     if tokens == 1:  # a view, for products of matrices copy what has other strides
         return mixed.reshape(rows, 1, heads, value.shape[-1])
     return mixed.reshape(rows, heads, tokens, value.shape[-1]).transpose(1, 2)
+
+
+def _attend_to_new(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attend to the keys of a batch alone; without a mask, causally."""
+    shared = query.shape[1] > key.shape[1]
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
+    )
+    return mixed.transpose(1, 2)
+
+
+def attend_spread(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    cache: PagedCache,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to keys that lie on several ranks; `SpreadPages.attend` has the arguments.
+
+    Raises:
+        ValueError: a model has changed the keys, or the values, that its cache has given.
+    """
+    layer = cache.layer_of(key, value)
+    if layer is None or not isinstance(cache.pages, SpreadPages):
+        raise ValueError("it changes keys or values, of which each rank has a part")
+    own = None if cache.is_causal(mask) else mask
+    return cache.pages.attend(query, layer, own, scale, cap, sinks)
 
 
 def _repeat(mask: Tensor, heads: int, shared: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .parts import Model, Ways
 
 
@@ -11,14 +13,14 @@ def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
     Raises:
         ValueError: they cannot.
     """
-    tp, ep = ways.tp, ways.ep
-    if min(tp, ep) < 1:
-        raise ValueError(f"--tp {tp} and --ep {ep} are numbers of ranks: give 1 or more")
+    tp, ep, cp = ways.tp, ways.ep, ways.cp
+    if min(tp, ep, cp) < 1:
+        raise ValueError(f"--tp {tp}, --ep {ep} and --cp {cp} are numbers of ranks: give 1 or more")
     if ranks % ways.ranks or model.groups % tp or ranks // ways.ranks > model.layers:
         raise ValueError(
             f"{ranks} ranks by {ways.ranks} for each stage do not fit a model with {model.groups} "
-            f"heads of keys and {model.layers} layers: --tp times --ep has to divide the ranks, "
-            "--tp the heads of keys, and each stage has a layer"
+            f"heads of keys and {model.layers} layers: --tp times --ep times --cp has to divide "
+            "the ranks, --tp the heads of keys, and each stage has a layer"
         )
     if ep > 1 and model.experts is None:
         raise ValueError(
@@ -29,6 +31,25 @@ def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
         raise ValueError(
             f"--ep {ep} is more than the {model.experts.count} experts of a layer: each rank has "
             "to have one"
+        )
+    if cp > 1 and (model.states or not model.caches):
+        keeps = "states of sequences" if model.states else "nothing of a sequence"
+        raise ValueError(
+            f"layers of the model keep {keeps}, and --cp {cp} spreads keys and values over ranks: "
+            "leave it out"
+        )
+
+
+def check_chunks(chunks: Sequence[int], ways: Ways) -> None:
+    """Check that each rank that shares a sequence has tokens of every chunk.
+
+    Raises:
+        ValueError: a chunk has fewer tokens than there are ranks.
+    """
+    if chunks[0] < ways.cp:
+        raise ValueError(
+            f"a chunk of {chunks[0]} tokens cannot be shared by the {ways.cp} ranks of --cp: give "
+            f"--chunk and --chunks of {ways.cp} or more"
         )
 
 

@@ -214,7 +214,7 @@ def decoder(
         part = _part(whole, layers, count, takes)
         fill(part.part.model, weights, dtype)
         kept = {layer: observer.kept[layer] for layer in layers if layer in observer.kept}
-        trial = Trial(part, kept, text.hidden_size, len(head.weight), shown, dtype)
+        trial = Trial(part, kept, text.hidden_size, len(head.weight), shown, dtype, ways.cp)
         calls = Calls()
         with calls.of(part):
             trial.run_plainly()

@@ -135,6 +135,7 @@ class Given:
     ranks: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     groups: int | None = None
     layers: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -155,7 +156,7 @@ class Given:
     @property
     def ways(self) -> Ways:
         """The ranks that hold a stage."""
-        return Ways(self.tp, self.ep)
+        return Ways(self.tp, self.ep, self.cp)
 
     @property
     def stages(self) -> int:
@@ -197,6 +198,7 @@ def choose(hardware: Hardware, model: Model, stored: torch.dtype, by_hand: Given
         groups=by_hand.groups,
         tp=by_hand.tp,
         ep=by_hand.ep,
+        cp=by_hand.cp,
         layers=by_hand.layers,
         dtype=dtype,
         kv_float8=by_hand.kv_float8,
@@ -310,7 +312,7 @@ def _scratch(model: Model, options: Options, stages: int) -> int:
     rows, positions, tp = options.batches[-1], 1 + options.draft_tokens, options.tp
     logits = rows * positions * model.vocabulary * LOGIT
     prompts = (options.prompt_tokens or options.chunks[-1]) * _activations(model, options)
-    parts = -(-(options.context or model.context) // PART)
+    parts = -(-(options.context or model.context) // (PART * options.cp))
     lanes = max(LEAST, 1 << (model.width - 1).bit_length())
     heads = max(LEAST, 1 << (positions * model.heads // model.groups - 1).bit_length())
     sums = options.in_flight * rows * model.groups // tp * parts * heads * (lanes + 2) * 4
@@ -330,13 +332,13 @@ def _with_blocks(
     place, size = hardware.place, options.block_size
     stages = by_hand.stages
     if by_hand.blocks is not None:
-        why = f"{by_hand.blocks} blocks of {size} tokens, as is given"
+        why = f"{by_hand.blocks} blocks of {_tokens(options)}, as is given"
         return replace(options, blocks=by_hand.blocks), why
     layers = by_hand.layers or balanced(model, stages, options.dtype, place == "cpu")
     share = SHARES[place] if by_hand.memory is None else by_hand.memory
     scratch = _scratch(model, options, stages) if place != "cpu" else 0
     requests = (by_hand.groups or stages) * options.batches[-1]
-    used = requests * -(-(options.context or 0) // size)
+    used = requests * -(-(options.context or 0) // options.span)
     fits = []
     for stage, count in enumerate(layers):
         weights = _weights(model, count, stage == 0, stage == stages - 1, options)
@@ -345,12 +347,13 @@ def _with_blocks(
             # It lies on one rank, whole, however many share a stage.
             own, draft = replace(options, tp=1, ep=1), by_hand.draft
             weights += _weights(draft, draft.layers, True, True, own)
-            entries += draft.layers * _entry(draft, own)
+            entries += draft.layers * _entry(draft, own) * options.cp
         states = count * model.state * (1 + requests)
         room = int((hardware.free - weights) * share) - scratch - states
         fits.append((room // (entries * size) if entries else min(room, 1 + used), weights, room))
     blocks, weights, room = min(fits)
-    widest = max(model.entry // by_hand.tp, by_hand.draft.entry if by_hand.draft is not None else 0)
+    of_draft = 0 if by_hand.draft is None else by_hand.draft.entry * options.cp
+    widest = max(model.entry // by_hand.tp, of_draft)
     most = INDEXED // (size * max(1, widest))
     blocks = min(blocks, most, 1 + used) if place == "cpu" else min(blocks, most)
     if blocks < 2:
@@ -360,10 +363,16 @@ def _with_blocks(
             "--memory, fewer requests (--batch), or more ranks"
         )
     why = (
-        f"{blocks} blocks of {size} tokens: of {hardware.free / GIB:.1f} GiB that are free for a "
-        f"rank, weights take {weights / GIB:.1f}, and the pools may have {room / GIB:.1f}"
+        f"{blocks} blocks of {_tokens(options)}: of {hardware.free / GIB:.1f} GiB that are free "
+        f"for a rank, weights take {weights / GIB:.1f}, and the pools may have {room / GIB:.1f}"
     )
     return replace(options, blocks=blocks), why
+
+
+def _tokens(options: Options) -> str:
+    """The tokens of a block, in words."""
+    ranks = f" on each of {options.cp} ranks" if options.cp > 1 else ""
+    return f"{options.block_size} tokens{ranks}"
 
 
 def _entry(model: Model, options: Options) -> int:
@@ -388,11 +397,11 @@ def _within_pools(options: Options, by_hand: Given) -> Options:
     Raises:
         ValueError: the given context is longer than the pools.
     """
-    capacity = (options.blocks - 1) * options.block_size  # the first is trash
+    capacity = (options.blocks - 1) * options.span  # the first is trash
     context = min(options.context or capacity, capacity)
     if by_hand.context is not None and by_hand.context > capacity:
         raise ValueError(
-            f"{options.blocks - 1} blocks of {options.block_size} tokens hold no sequence of "
+            f"{options.blocks - 1} blocks of {_tokens(options)} hold no sequence of "
             f"{by_hand.context}: give more --blocks, or a shorter --context"
         )
     batches = options.batches
@@ -409,8 +418,8 @@ def _tables(options: Options, context: int) -> tuple[int, ...]:
     lengths = itertools.takewhile(
         lambda n: n < context, (first << 2 * i for i in itertools.count())
     )
-    whole = -(-context // options.block_size)
-    return tuple(sorted({*(max(1, n // options.block_size) for n in lengths), whole}))
+    whole = -(-context // options.span)
+    return tuple(sorted({*(max(1, n // options.span) for n in lengths), whole}))
 
 
 def _why_context(model: Model, options: Options, by_hand: Given) -> str:

@@ -42,11 +42,11 @@ def attend(
     rows, size = len(query), pool.shape[1]
     table, at = tables.view(rows, -1), positions.reshape(rows, -1)
     lengths = at.amax(1) + 1
-    alike = _alike(lengths.tolist(), size)
-    if len(alike) == 1:
+    batches = alike(lengths.tolist(), size)
+    if len(batches) == 1:
         return _attend(query, pool, table, at, mask, int(lengths.max()), scale, exponents)
     out = torch.empty_like(query)
-    for several in alike:
+    for several in batches:
         of = torch.tensor(several)
         masks = None if mask is None else mask[of]
         length = int(lengths[of].max())
@@ -54,7 +54,7 @@ def attend(
     return out
 
 
-def _alike(lengths: list[int], size: int) -> list[list[int]]:
+def alike(lengths: list[int], size: int) -> list[list[int]]:
     """Rows, such that the blocks of those together differ by less than a factor of two."""
     together: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import cg
 
-from .pages import Pages
 from .parts import Model, Ways
+from .pools import Pool
 from .requests import LOGPROBS, How
 from .sampling.draw import allowed, draw, greedy, rank, score
 from .sampling.records import Records
@@ -26,21 +26,6 @@ from .work import ADAPTER, ENTRY, POSITION, RECORD, SEED, STATE, TABLE
 # with `How.ADJUSTED` the columns of `Records.load`.
 START, LENGTH, PROMPT_STATE, PROMPT_ADAPTER, NUMBERS = range(5)
 PROMPT = 7
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The blocks of keys and values that each layer has.
-
-    Attributes:
-        blocks: how many.
-        size: tokens of a block.
-        is_float8: whether keys and values are in float8, with scales.
-    """
-
-    blocks: int
-    size: int
-    is_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,12 +104,11 @@ class Stage(nn.Module):
         # of it is written to.
         self.layers = tuple(layer for layer in layers if layer in model.caches)
         for index, layer in enumerate(self.layers):
-            kept = model.caches[layer]
-            shape = (pool.blocks * pool.size, kept.groups, kept.key + kept.value)
+            shape = pool.shape(model.caches[layer])
             kind = torch.uint8 if pool.is_float8 else dtype
             self.register_buffer(f"pool{index}", torch.empty(shape, dtype=kind, device="meta"))
             if pool.is_float8:
-                exponents = torch.empty((*shape[:2], 2), dtype=torch.uint8, device="meta")
+                exponents = torch.empty((*shape[:-1], 2), dtype=torch.uint8, device="meta")
                 self.register_buffer(f"pool_exponents{index}", exponents)
         self.states = tuple(self.part.states)
         for index, state in enumerate(self.part.states.values()):
@@ -174,7 +158,7 @@ class Stage(nn.Module):
         end = PROMPT + 2 * tokens + width
         steps = torch.arange(tokens, device=batch.device)[None]
         wanted = steps if how & How.PROMPT else length - 1
-        out = self._layers(x, *chunks(batch, tokens, width), wanted)
+        out = self._layers(x, *chunks(batch, tokens, width), wanted, cuts_tokens=True)
         if not self.is_last:
             return out
         behind = end + tokens if how & How.PROMPT else end
@@ -255,6 +239,7 @@ class Stage(nn.Module):
         numbers: Tensor,
         adapters: Tensor,
         last: Tensor | None,
+        cuts_tokens: bool = False,
     ) -> Tensor:
         pools = {layer: getattr(self, f"pool{index}") for index, layer in enumerate(self.layers)}
         states = {name: getattr(self, f"state{index}") for index, name in enumerate(self.states)}
@@ -265,12 +250,13 @@ class Stage(nn.Module):
         if self.pool.is_float8:
             names = ((layer, f"pool_exponents{at}") for at, layer in enumerate(self.layers))
             exponents = {layer: getattr(self, name) for layer, name in names}
-        pages = Pages(
-            *(pools, self.size, positions, entries.flatten(), tables, slots, adapted, exponents)
+        pages = self.pool.pages(
+            *(pools, self.size, positions, entries.flatten(), tables, slots, adapted, exponents),
+            cuts_tokens=cuts_tokens,
         )
         if self.guards.debug_bounds:
             _check("a block", tables, self.pool.blocks)
-            _check("an entry", entries, self.pool.blocks * self.size)
+            _check("an entry", entries, self.pool.blocks * self.size * self.pool.ranks)
             _check("a position", positions, pages.seen)
             _check("a slot of states", numbers, 1 + self.requests)
             _check("an adapter", adapters, 1 + self.adapters)

@@ -91,6 +91,22 @@ def attend(
     Returns:
         A tensor of the shape and dtype of `query`.
     """
+    out, _ = attend_with_statistics(query, pool, tables, positions, scale, exponents)
+    return out
+
+
+def attend_with_statistics(
+    query: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    scale: float,
+    exponents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and the logarithms of the sums of exponentials, float32 without the last dimension.
+
+    A position of -1 sees nothing: its result is zeros, and its logarithm minus infinity.
+    """
     query, tables, positions = query.contiguous(), tables.contiguous(), positions.contiguous()
     rows, groups, shared, width = query.shape
     blocks, tokens = tables.numel() // rows, positions.numel() // rows
@@ -107,12 +123,13 @@ def attend(
         SIZE=size, PART=PART, STEP=STEP, IS_FLOAT8=exponents is not None,
     )  # fmt: skip
     out = torch.empty_like(query)
+    statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
     _combine[(rows * groups,)](
-        state, mixed, out, positions,
+        state, mixed, out, statistics, positions,
         GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
         PART=PART, PARTS=parts,
     )  # fmt: skip
-    return out
+    return out, statistics
 
 
 def _attend_float8(
@@ -200,7 +217,7 @@ if triton is not None:
 
     @triton.jit
     def _combine(
-        state, mixed, out, positions,
+        state, mixed, out, statistics, positions,
         GROUPS: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
         LANES: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
@@ -223,8 +240,12 @@ if triton is not None:
             its_sums = tl.load(there, mask=is_there[:, None] & is_lane[None, :], other=0.0)
             sums = sums * shrink[:, None] + its_sums * its_shrink[:, None]
             most = new
+        sees, is_head = last >= 0, head < SHARED
         here = out + (at * SHARED + head[:, None]) * WIDTH + lane[None, :]
-        tl.store(here, sums / total[:, None], mask=(head < SHARED)[:, None] & is_lane[None, :])
+        result = tl.where(sees[:, None], sums / total[:, None], 0.0)
+        tl.store(here, result, mask=is_head[:, None] & is_lane[None, :])
+        own = tl.where(sees, most + tl.log(total), float("-inf"))
+        tl.store(statistics + at * SHARED + head, own, mask=is_head)
 
 
 def _shape_of(query: Tensor, *_: Tensor | float) -> Tensor:

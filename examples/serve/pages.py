@@ -80,28 +80,32 @@ class Pages:
         Returns:
             All keys and values that the rows are shown, [rows, kv heads, `seen`, width].
         """
+        keys, values = self.keep(key, value, layer)
+        if not self.tables.numel():
+            return keys, values
+        widths = key.shape[-1], value.shape[-1]
+        keys, values = self._shown(self.pool(layer)).split(widths, -1)
         exponents = self.exponents_of(layer)
         if exponents is None:
-            self._keep(self.pools[layer], torch.cat([key, value], -1))
-            if not self.tables.numel():
-                return key, value
-            keys, values = self._shown(self.pool(layer)).split((key.shape[-1], value.shape[-1]), -1)
             return keys, values
-        levels, powers = zip(*map(quantize, (key, value)), strict=True)
-        self._keep(self.pools[layer], torch.cat(levels, -1))
-        self._keep(self.exponents[layer], torch.stack(powers, -1))
-        if self.tables.numel():
-            widths = key.shape[-1], value.shape[-1]
-            levels = self._shown(self.pool(layer)).split(widths, -1)
-            powers = self._shown(exponents).unbind(-1)
-        # Those of a prompt that begins are rounded, too: its tokens do not depend on its chunks.
-        keys, values = (
-            dequantize(numbers, scale, key.dtype)
-            for numbers, scale in zip(levels, powers, strict=True)
-        )
-        return keys, values
+        powers = self._shown(exponents).unbind(-1)
+        return dequantize(keys, powers[0], key.dtype), dequantize(values, powers[1], key.dtype)
 
-    def _keep(self, pool: Tensor, new: Tensor) -> None:
+    def keep(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write keys and values to the layer's pool; give them as they are there.
+
+        In float8 they are rounded, those of a prompt that begins, too: its tokens do not depend on
+        its chunks.
+        """
+        if layer not in self.exponents:
+            self._put(self.pools[layer], torch.cat([key, value], -1))
+            return key, value
+        (keys, of_keys), (values, of_values) = quantize(key), quantize(value)
+        self._put(self.pools[layer], torch.cat([keys, values], -1))
+        self._put(self.exponents[layer], torch.stack([of_keys, of_values], -1))
+        return dequantize(keys, of_keys, key.dtype), dequantize(values, of_values, key.dtype)
+
+    def _put(self, pool: Tensor, new: Tensor) -> None:
         """Write what tokens have to a pool, [rows, kv heads, tokens, numbers]."""
         rows, groups, tokens, numbers = new.shape
         entries = new.transpose(1, 2).reshape(rows * tokens, groups, numbers)

@@ -49,15 +49,17 @@ class Ways:
     Attributes:
         tp: each with a part of its heads, of its hidden units and of the vocabulary.
         ep: times `tp` ranks, each with a part of its experts.
+        cp: times these, each with a part of a sequence's keys and values, and of a chunk's tokens.
     """
 
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.tp * self.ep
+        return self.tp * self.ep * self.cp
 
 
 @dataclass(frozen=True)

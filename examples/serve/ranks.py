@@ -83,6 +83,7 @@ def given_sizes(parsed: argparse.Namespace, features: switches.Features) -> Give
         ranks=cg.world_size(),
         tp=parsed.tp,
         ep=parsed.ep,
+        cp=parsed.cp,
         groups=parsed.groups if features.groups else 1,
         layers=tuple(parsed.layers) if parsed.layers else None,
         dtype=parsed.dtype,
@@ -173,7 +174,7 @@ def count(
     if not features.affinity:
         changes["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        changes["groups"] = cg.world_size() // (parsed.tp * parsed.ep) - limits.groups
+        changes["groups"] = cg.world_size() // (parsed.tp * parsed.ep * parsed.cp) - limits.groups
     if features.kv256:
         changes["kv256"] = limits.block_size - usual.block_size
     for name in ("overlap", "capture", "warm"):

@@ -26,7 +26,7 @@ class Options:
         prompt_tokens: the most tokens of all prompts of one prefill, with padding; one prompt if
             None.
         blocks: of each pool, the trash included.
-        block_size: tokens in a block.
+        block_size: tokens in a block, on each rank that shares a sequence.
         context: the longest sequence; that of the model if None.
         widths: the lengths of block tables that are compiled, ascending; a quarter of the context
             and the context if None.
@@ -48,6 +48,8 @@ class Options:
         tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
             the vocabulary.
         ep: times `tp` ranks hold a stage together, each a part of its experts.
+        cp: times these ranks hold a stage together, each a part of the keys and values of a
+            sequence, and of the tokens of a chunk.
         layers: how many each stage has; if None, `cut` balances them.
         draft_tokens: that are proposed for each row of a batch and verified with it; 0: none ever.
         draft: the model that proposes them; if None, whoever submits work does.
@@ -76,6 +78,7 @@ class Options:
     draws: bool = True
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     layers: tuple[int, ...] | None = None
     draft_tokens: int = 0
     draft: Source | None = None
@@ -83,4 +86,9 @@ class Options:
     @property
     def ways(self) -> Ways:
         """The ranks that hold a stage."""
-        return Ways(self.tp, self.ep)
+        return Ways(self.tp, self.ep, self.cp)
+
+    @property
+    def span(self) -> int:
+        """The tokens of a block of a sequence, on all ranks that share it."""
+        return self.block_size * self.cp

@@ -16,8 +16,9 @@ import cg
 from .defaults import balanced
 from .draft import Draft
 from .gated import GatedGraphs
-from .model import PROMPT, Guards, Pool, Stage, ranges
+from .model import PROMPT, Guards, Stage, ranges
 from .parts import Model
+from .pools import Pool
 from .requests import How, Limits
 from .settings import Options
 from .variants import AnySize, DecodeSize, PrefillSize
@@ -43,12 +44,14 @@ class StageGraphs(GatedGraphs[AnySize]):
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
         self.device = own_device()
-        pool = Pool(limits.blocks, limits.block_size, options.kv_float8)
+        pool = Pool(limits.blocks, options.block_size, options.kv_float8, options.cp)
         self.stages = [
             make_stage(model, layers, pool, limits.requests, options, stage, self.device)
             for stage, layers in enumerate(parts)
         ]
-        self.draft = None if draft is None else make_draft(draft, pool, options, self.device)
+        # The draft lies on one rank, and its blocks are whole there.
+        whole = Pool(limits.blocks, limits.block_size, options.kv_float8)
+        self.draft = None if draft is None else make_draft(draft, whole, options, self.device)
         parts_here = (one.part for stage in self.stages for one in stage.instances.values())
         goes_on = all(cg.allgather(all(part.goes_on for part in parts_here)))
         self.limits = replace(limits, goes_on=goes_on)
@@ -57,6 +60,17 @@ class StageGraphs(GatedGraphs[AnySize]):
         self._verify = verify_step(self.stages, self.draft, options.via)
 
     def lower(self, size: AnySize) -> list[cg.Lowered]:
+        try:
+            return self._lowered(size)
+        except cg.LayoutError as error:
+            if self._options.cp == 1:
+                raise
+            raise ValueError(
+                f"--cp {self._options.cp} gives ranks some of the tokens of a chunk, and the "
+                f"model's code cannot work on them alone, so leave it out: {error}"
+            ) from error
+
+    def _lowered(self, size: AnySize) -> list[cg.Lowered]:
         limits = self.limits
         if isinstance(size, DecodeSize):
             examples = [size.example(limits, group) for group in range(limits.groups)]
@@ -140,9 +154,11 @@ def make_stage(
         make = Stage.on(stage, init=zeros)
         return make(model, layers, pool, requests, options.dtype, guards=guards)
     ranks = range(stage * ways.ranks, (stage + 1) * ways.ranks)
-    mesh = cg.mesh(ranks, ep=ways.ep, tp=ways.tp)
-    cuts = model.plan(layers, "ep" if ways.ep > 1 else None)
-    plan = cg.plan({"pool*": cg.cut(1, "tp")}) | cuts
+    mesh = cg.mesh(ranks, cp=ways.cp, ep=ways.ep, tp=ways.tp)
+    pools = {"pool*": cg.cut(1, "tp")}
+    if ways.cp > 1:
+        pools = {"pool*": cg.cut(0, "cp") & cg.cut(2, "tp"), "prefill(x)": cg.cut(1, "cp")}
+    plan = cg.plan(pools) | model.plan(layers, "ep" if ways.ep > 1 else None)
     make = Stage.on(mesh, plan=plan, init=zeros)
     return make(model, layers, pool, requests, options.dtype, ways, guards=guards)
 

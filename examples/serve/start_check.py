@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .pages import Pages
 from .parts import KeyValues
+from .pools import Pool
 from .states import Slots, StateName
 
 LENGTH, SIZE, BLOCKS = 6, 2, 3
@@ -73,6 +73,7 @@ class Trial:
         vocabulary: the number of tokens.
         shown: keys that rows are shown.
         dtype: of the weights.
+        ranks: over which the pages are spread.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Trial:
         vocabulary: int,
         shown: int,
         dtype: torch.dtype,
+        ranks: int = 1,
     ) -> None:
         self.part, self.kept, self.dtype = part, kept, dtype
-        self.width = max(BLOCKS, shown // SIZE)
+        self.shown = shown
+        self._lie_on(ranks)
         self.steps = STEPS
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(
@@ -94,6 +97,12 @@ class Trial:
         noise = torch.randn(1, LENGTH, hidden, generator=generator).to(dtype)
         self.x = self.ids if part.is_first else noise
         self.wanted = torch.empty(0)
+
+    def _lie_on(self, ranks: int) -> None:
+        """Spread pages over ranks, with so few tokens on each that the text has several blocks."""
+        self.pool = Pool(1 + 2 * BLOCKS, SIZE if ranks == 1 else 1, ranks=ranks)
+        self.span = self.pool.size * ranks
+        self.width = max(BLOCKS, self.shown // self.span)
 
     def run_plainly(self) -> None:
         """Run the model's own forward."""
@@ -112,6 +121,16 @@ class Trial:
         Raises:
             ValueError: the values differ.
         """
+        try:
+            return self._compare(name)
+        except ValueError as error:
+            if self.pool.ranks == 1:
+                raise
+            self._lie_on(1)
+            self._compare(name)  # which raises for models that are not served at all
+            raise ValueError(f"{error}; one rank serves it, so leave out --cp") from error
+
+    def _compare(self, name: str) -> bool:
         for steps in (STEPS_OF_STATES, STEPS_BY_ONE) if self.part.states else (STEPS,):
             self.steps, is_by_one = steps, steps is STEPS_BY_ONE
             if self._is_equal(name) and (is_by_one or self._reads_states()):
@@ -170,9 +189,8 @@ class Trial:
         return not any(torch.equal(run(kind), plain) for kind in kinds)
 
     def _pools(self) -> dict[int, Tensor]:
-        entries = (1 + 2 * BLOCKS) * SIZE
         return {
-            layer: torch.full((entries, kept.groups, kept.key + kept.value), STALE).to(self.dtype)
+            layer: torch.full(self.pool.shape(kept), STALE).to(self.dtype)
             for layer, kept in self.kept.items()
         }
 
@@ -200,11 +218,12 @@ class Trial:
             tables[row, :BLOCKS] = 1 + sequence * BLOCKS + torch.arange(BLOCKS)
             x[row, :count], positions[row] = self.x[0, start:stop], start
             positions[row, :count] = at
-            entries[row, :count] = tables[row, at // SIZE] * SIZE + at % SIZE
+            entries[row, :count] = tables[row, at // self.span] * self.span + at % self.span
         tables = tables if has_tables else tables[:, :0]
         numbers = torch.tensor([1 + sequence for sequence, _, _ in spans])
         slots = Slots(states, numbers, positions[:, 0] == 0 if has_tables else None)
-        pages = Pages(pools, SIZE, positions, entries.flatten(), tables, slots)
+        where = pools, self.pool.size, positions, entries.flatten(), tables, slots
+        pages = self.pool.pages(*where, cuts_tokens=tokens > 1)
         last = torch.tensor([[stop - start - 1] for _, start, stop in spans])
         with torch.no_grad(), _exact_inputs(self.part):
             out: Tensor = self.part(x, positions, pages, last)

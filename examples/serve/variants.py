@@ -201,8 +201,9 @@ def first_sizes(limits: Limits, options: Options) -> list[AnySize]:
 
     One is of a batch, one of a chunk, and where tokens are proposed, one verifies them. Batches are
     the largest, so that all requests are served; their tables are the shortest. The chunk begins a
-    prompt. Where kernels are fused, batches have greedy variants, too: the layers are compiled by
-    then, and kernels that draw take longer than the layers do.
+    prompt; where ranks share sequences, another goes on with one. Where kernels are fused, batches
+    have greedy variants, too: the layers are compiled by then, and kernels that draw take longer
+    than the layers do.
     """
     how = How.DRAWN if options.draws else How.GREEDY
     tokens = options.chunks[-1]
@@ -213,6 +214,8 @@ def first_sizes(limits: Limits, options: Options) -> list[AnySize]:
     if limits.draft_tokens:
         batches.append(VerifySize(rows, width, how, limits.draft_tokens + 1))
     sizes: list[AnySize] = [batches[0], PrefillSize(1, tokens, 0, how), *batches[1:]]
+    if options.cp > 1:  # what a model's code cannot do on some of the tokens is told at the start
+        sizes.append(PrefillSize(1, tokens, width, how))
     if options.fuse and options.draws:
         sizes += [replace(size, how=How.GREEDY) for size in batches]
     return sizes

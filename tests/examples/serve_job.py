@@ -1,7 +1,7 @@
 """Serve a folder on the ranks of a job; rank 0 runs random requests and compares their tokens.
 
-mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP]]
-mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP]]
+mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP [CP]]]
+mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP [CP]]]
 
 Stages that are cut over ranks take one group of requests, so that less is traced; on hosts these
 are greedy. Others begin with two variants, and compile more between requests.
@@ -25,10 +25,11 @@ from .serve_models import FEW, GREEDY, load_qwen2, logits_of
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
-    tp = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    tp, cp = (int(sys.argv[at]) if len(sys.argv) > at else 1 for at in (3, 4))
     has_device = worlds.world().device is not None
-    options = FEW if tp == 1 else replace(GREEDY, tp=tp, draws=has_device)
-    engine = start(folder, replace(options, late=tp == 1))
+    is_shared = tp * cp > 1
+    options = replace(GREEDY, tp=tp, cp=cp, draws=has_device) if is_shared else FEW
+    engine = start(folder, replace(options, late=not is_shared))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return

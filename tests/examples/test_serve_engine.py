@@ -22,9 +22,10 @@ from examples.serve import projections
 from examples.serve.attention import PagedCache, attend
 from examples.serve.engine import CgEngine, start
 from examples.serve.gpt import GptConfig
-from examples.serve.model import Pool, split
+from examples.serve.model import split
 from examples.serve.opening import open_model
 from examples.serve.pages import Pages
+from examples.serve.pools import Pool
 from examples.serve.requests import Adjustments, How, Limits, Sampling, Scores
 from examples.serve.settings import Options
 from examples.serve.stage_graphs import cut, decode_step, make_stage

@@ -154,8 +154,9 @@ def check_stages(model: Encoder, options: Options) -> None:
         ValueError: they cannot.
     """
     ranks, tp = cg.world_size(), options.tp
-    if options.ep != 1:
-        raise ValueError("--ep is for models that draw tokens: give --tp, or leave it out")
+    for name, number in (("ep", options.ep), ("cp", options.cp)):
+        if number != 1:
+            raise ValueError(f"--{name} is for models that draw tokens: give --tp, or leave it out")
     if tp < 1 or ranks % tp or any(number % tp for number in model.heads):
         heads = " and ".join(map(str, model.heads))
         raise ValueError(

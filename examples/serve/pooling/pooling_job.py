@@ -56,6 +56,7 @@ def choose_sizes(
     return Options(
         tp=given.tp,
         ep=given.ep,
+        cp=given.cp,
         layers=tuple(given.layers) if given.layers else None,
         dtype=dtype,
         fuse=None if fuse == "none" else fuse,

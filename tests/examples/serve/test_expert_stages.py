@@ -75,7 +75,12 @@ def mixture() -> Model:
 @pytest.mark.parametrize(
     ("model", "ranks", "ways", "message"),
     [
-        (mixture(), 4, Ways(ep=3), "4 ranks by 3 for each stage do not fit .* --tp times --ep has"),
+        (
+            mixture(),
+            4,
+            Ways(ep=3),
+            "4 ranks by 3 for each stage do not fit .* --tp times --ep times --cp has",
+        ),
         (
             open_model(config("DeepseekV3")),
             4,
@@ -83,7 +88,7 @@ def mixture() -> Model:
             "4 ranks by 4 .* a model with 1 heads of keys .* --tp the heads of keys",
         ),
         (mixture(), 8, Ways(ep=8), "--ep 8 is more than the 4 experts of a layer"),
-        (mixture(), 1, Ways(ep=0), "--tp 1 and --ep 0 are numbers of ranks"),
+        (mixture(), 1, Ways(ep=0), "--tp 1, --ep 0 and --cp 1 are numbers of ranks"),
         (open_model(GptConfig()), 2, Ways(ep=2), "--ep 2 spreads experts .* the model has none"),
     ],
 )

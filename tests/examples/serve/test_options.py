@@ -188,7 +188,7 @@ def test_the_job_gets_every_option_of_the_engine() -> None:
     words = {"dtype": "float16", "kv-dtype": "fp8", "fuse": "none", "task": "embed", "memory": ".5"}
     words |= {"pooling": "mean", "draft": "ngram", "profile": "DIR", "features": "-prefix,+uvloop"}
     sizes = (
-        *("groups", "tp", "ep", "batch", "chunk", "prompt-tokens", "blocks", "block-size"),
+        *("groups", "tp", "ep", "cp", "batch", "chunk", "prompt-tokens", "blocks", "block-size"),
         *("context", "draft-tokens"),
     )
     words |= {size: str(number) for number, size in enumerate(sizes, 1000)}

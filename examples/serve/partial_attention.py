@@ -1,0 +1,222 @@
+"""Attention to the keys that one rank has of sequences, as operators.
+
+A partial result comes with its *statistics*, the logarithms of the sums of exponentials: by them
+parts become the whole, as in ring attention (https://arxiv.org/abs/2310.01889). The operators have
+a dimension of ranks in front, along which a mesh cuts pools. So a rank runs them for its own part,
+and one process for all parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 (its usual name)
+
+import cg
+
+from . import paged
+from .float8_cache import dequantize
+from .host_attention import alike
+
+TILE = 1 << 26
+"""The most products that are in memory at a time, where no kernel attends."""
+
+_LIBRARY = torch.library.Library("cg_paged", "FRAGMENT")
+
+
+def _name(is_float8: bool, has_mask: bool) -> str:
+    return "attend_part" + "_float8" * is_float8 + "_masked" * has_mask
+
+
+_KINDS = list(itertools.product((False, True), repeat=2))
+"""Whether pools are in float8, and whether there is a mask."""
+for _is_float8, _has_mask in _KINDS:
+    _exponents, _mask = "Tensor exponents, " * _is_float8, "Tensor mask, " * _has_mask
+    _LIBRARY.define(
+        f"{_name(_is_float8, _has_mask)}(Tensor query, Tensor pool, {_exponents}Tensor tables, "
+        f"Tensor last, {_mask}float scale, float cap) -> (Tensor, Tensor)"
+    )
+    # A rank has a part of each sequence, and with tensor parallelism some heads of it.
+    _words = "rgsw", "cbegx", *("cbegk",) * _is_float8, "t", "cp", *("crhqn",) * _has_mask
+    _operator = getattr(torch.ops.cg_paged, _name(_is_float8, _has_mask)).default
+    cg.layout_rule(_operator, f"{','.join(_words)}->crgsv,crgs", cut="cg")
+
+
+def attend_parts(
+    query: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    last: Tensor,
+    scale: float,
+    *,
+    exponents: Tensor | None = None,
+    mask: Tensor | None = None,
+    cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys of each part, up to the last one that a token sees.
+
+    Args:
+        query: [rows, kv heads, heads that share one * tokens, width of a key]; tokens are next to
+            one another.
+        pool: [parts, blocks, size, kv heads, width of a key + width of a value].
+        tables: int64 [rows * blocks of a row].
+        last: int64 [parts, rows * tokens], which of a part's keys is the last that a token sees,
+            counted in the row's blocks; -1: none.
+        scale: of the products.
+        exponents: of scales in float8, uint8 [parts, blocks, size, kv heads, 2]; None: the pool has
+            plain numbers.
+        mask: [parts, rows, 1, tokens, keys], which is added to products; None: a token sees all
+            keys up to its last one.
+        cap: of products, which are bent to be smaller, by a hyperbolic tangent; 0: none.
+
+    Returns:
+        Results [parts, rows, kv heads, heads * tokens, width of a value], and their statistics, in
+        float32, without the last dimension. A token that sees nothing has zeros, and minus infinity
+        or so low a number that its share in a sum is 0.
+    """
+    chosen: Callable[..., Any] = getattr(
+        torch.ops.cg_paged, _name(exponents is not None, mask is not None)
+    )
+    optional = [[] if each is None else [each] for each in (exponents, mask)]
+    out, statistics = chosen(query, pool, *optional[0], tables, last, *optional[1], scale, cap)
+    return out, statistics
+
+
+# -- one part --------------------------------------------------------------------------------------
+
+
+def _attend(
+    query: Tensor,
+    pool: Tensor,
+    exponents: Tensor | None,
+    tables: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """`attend_parts` of one part, without the dimension of parts."""
+    (rows, _, queries, width), size = query.shape, pool.shape[1]
+    table, at = tables.view(rows, -1), last.reshape(rows, -1)
+    if query.device.type != "cpu":
+        has_kernel = not cap and pool.shape[-1] == 2 * width
+        if has_kernel and paged.is_served(query.device, queries, mask):
+            return paged.attend_with_statistics(query, pool, tables, last, scale, exponents)
+        length = table.shape[1] * size
+        return _attend_to(length, query, pool, exponents, table, at, mask, scale, cap)
+    out = query.new_zeros(*query.shape[:-1], pool.shape[-1] - width)
+    statistics = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+    lengths = at.amax(1) + 1
+    for several in alike(lengths.tolist(), size):
+        of = torch.tensor(several)
+        length = int(lengths[of].max())
+        if length:
+            masks = None if mask is None else mask[of]
+            out[of], statistics[of] = _attend_to(
+                length, query[of], pool, exponents, table[of], at[of], masks, scale, cap
+            )
+    return out, statistics
+
+
+def _attend_to(
+    length: int,
+    query: Tensor,
+    pool: Tensor,
+    exponents: Tensor | None,
+    table: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """The same, to the first `length` keys of each row."""
+    keys, values = _read(length, query, pool, exponents, table)
+    if mask is None:
+        sees = torch.arange(length, device=query.device) <= last[:, None, :, None]
+        shut = torch.finfo(query.dtype).min  # and no infinity, of which there is no difference
+        mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(~sees, shut)
+    mask = mask[..., :length]
+    mask = mask.repeat(1, 1, query.shape[2] // mask.shape[2], 1)
+    if cap or query.device.type != "cpu":
+        return _by_products(query, keys, values, mask, scale, cap)
+    widest = max(keys.shape[-1], values.shape[-1])  # the kernel takes one width
+    padded = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, keys, values))
+    out, statistics = _KERNEL(*padded, 0.0, False, attn_mask=mask, scale=scale)
+    return out[..., : values.shape[-1]], statistics
+
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _read(
+    length: int, query: Tensor, pool: Tensor, exponents: Tensor | None, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of rows, [rows, kv heads, length, width]."""
+    rows, size, width = len(query), pool.shape[1], query.shape[-1]
+    read = table[:, : -(-length // size)].flatten()
+
+    def shown(blocks: Tensor) -> Tensor:
+        by_rows = blocks.index_select(0, read).view(rows, -1, *blocks.shape[2:])
+        return by_rows[:, :length].transpose(1, 2)
+
+    keys, values = shown(pool).split((width, pool.shape[-1] - width), -1)
+    if exponents is None:
+        return keys, values
+    powers = shown(exponents)
+    return (
+        dequantize(keys, powers[..., 0], query.dtype),
+        dequantize(values, powers[..., 1], query.dtype),
+    )
+
+
+def _by_products(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Attention with as many products in memory at a time as `TILE` says."""
+    rows, groups, queries, _ = query.shape
+    step = max(1, TILE // (rows * groups * keys.shape[2]))
+    parts, sums = [], []
+    for first in range(0, queries, step):
+        scores = (query[:, :, first : first + step] @ keys.mT).float() * scale
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
+        scores = scores + mask[:, :, first : first + step]
+        sums.append(scores.logsumexp(-1))
+        parts.append(torch.exp(scores - sums[-1][..., None]).to(values.dtype) @ values)
+    return torch.cat(parts, 2), torch.cat(sums, 2)
+
+
+def _each_part(is_float8: bool, has_mask: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator of a kind: what `_attend` gives for each part."""
+
+    def attend(query: Tensor, pool: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        *tensors, scale, cap = others
+        exponents = tensors.pop(0) if is_float8 else [None] * len(pool)
+        tables, last, *masks = tensors
+        mask = masks[0] if has_mask else [None] * len(pool)
+        of_parts = zip(pool, exponents, last, mask, strict=True)
+        results = [
+            _attend(query, own, powers, tables, at, seen, scale, cap)
+            for own, powers, at, seen in of_parts
+        ]
+        out, statistics = map(torch.stack, zip(*results, strict=True))
+        return out, statistics
+
+    return attend
+
+
+def _shapes(query: Tensor, pool: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = len(pool), *query.shape[:-1]
+    width = pool.shape[-1] - query.shape[-1]
+    return query.new_empty(*shape, width), query.new_empty(shape, dtype=torch.float32)
+
+
+for _kind in _KINDS:
+    _LIBRARY.impl(_name(*_kind), _shapes, "Meta")
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name(*_kind), _each_part(*_kind), _key)
