@@ -26,6 +26,7 @@ class Served:
 
     speculation: Speculation
     steps: int = 0
+    preemptions: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[Scores]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
@@ -57,7 +58,7 @@ def serve(
             served.scores[id_].append(scores)
         served.reasons |= {end.id: end.reason for end in events.ends}
     assert scheduler.blocks.used == 0
-    served.steps = scheduler.stats.decodes
+    served.steps, served.preemptions = scheduler.stats.decodes, scheduler.stats.preemptions
     return served
 
 

@@ -67,6 +67,7 @@ def serve(
     ranks: int = 1,
     tp: int = 1,
     ep: int = 1,
+    cp: int = 1,
 ) -> None:
     """Serve a model from a folder, and compare tokens with those of `generated`.
 
@@ -77,7 +78,7 @@ def serve(
     model.save_pretrained(folder)
     requests = [Request(prompt, COUNT) for prompt in wanted]
     with use_world(VirtualWorld(ranks)):
-        engine = start(folder, replace(OPTIONS, tp=tp, ep=ep))
+        engine = start(folder, replace(OPTIONS, tp=tp, ep=ep, cp=cp))
         assert engine is not None
         for stage in engine.graphs.stages:
             for part in stage.instances.values():
