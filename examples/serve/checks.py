@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from .parts import Model, Ways
 
+PADDED = 32
+"""Kernels of attention on devices take rows by so many."""
+
 
 def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
     """Check that the ranks can hold a model's stages.
@@ -40,16 +43,22 @@ def check_ranks(model: Model, ranks: int, ways: Ways) -> None:
         )
 
 
-def check_chunks(chunks: Sequence[int], ways: Ways) -> None:
-    """Check that each rank that shares a sequence has tokens of every chunk.
+def check_chunks(chunks: Sequence[int], ways: Ways, on_host: bool) -> None:
+    """Check that ranks that share sequences can share every chunk.
 
     Raises:
-        ValueError: a chunk has fewer tokens than there are ranks.
+        ValueError: a chunk has fewer tokens than there are ranks; or on devices, whose kernels pad
+            rows, another number than a multiple of `PADDED`.
     """
     if chunks[0] < ways.cp:
         raise ValueError(
             f"a chunk of {chunks[0]} tokens cannot be shared by the {ways.cp} ranks of --cp: give "
             f"--chunk and --chunks of {ways.cp} or more"
+        )
+    if ways.cp > 1 and not on_host and any(length % PADDED for length in chunks):
+        raise ValueError(
+            f"chunks of {', '.join(map(str, chunks))} tokens, of which the {ways.cp} ranks of --cp "
+            f"share multiples of {PADDED} on devices: give such numbers to --chunk and --chunks"
         )
 
 

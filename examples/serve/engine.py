@@ -350,7 +350,7 @@ def limits_of(model: Model, options: Options) -> Limits:
         ValueError: the options do not fit the model, or the number of ranks.
     """
     check_ranks(model, cg.world_size(), options.ways)
-    check_chunks(options.chunks, options.ways)
+    check_chunks(options.chunks, options.ways, not torch.accelerator.is_available())
     _check(options.draft is None or options.draft_tokens > 0, "a draft of 0 tokens")
     stages = cg.world_size() // options.ways.ranks
     context = min(model.context, options.context or model.context)

@@ -22,7 +22,7 @@ from . import paged
 from .float8_cache import dequantize
 from .host_attention import alike
 
-TILE = 1 << 26
+TILE = 1 << 25
 """The most products that are in memory at a time, where no kernel attends."""
 
 _LIBRARY = torch.library.Library("cg_paged", "FRAGMENT")

@@ -80,8 +80,9 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tupl
     [
         (2, {"draft_tokens": 2}),
         (2, {"tp": 2}),
+        pytest.param(2, {"cp": 2}, marks=pytest.mark.slow),
     ],
-    ids=["two stages with proposals", "cut"],
+    ids=["two stages with proposals", "cut", "spread"],
 )
 def test_rows_of_a_batch_have_their_own_adapters(
     ranks: int, changes: dict[str, Any], model: Path, adapters: list[tuple[Path, Any]]

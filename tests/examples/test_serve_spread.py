@@ -28,6 +28,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve import __main__ as command
 from examples.serve.attention import PagedCache, attend, attend_spread
+from examples.serve.checks import check_chunks
 from examples.serve.engine import CgEngine, start
 from examples.serve.opening import open_model
 from examples.serve.pages import Pages
@@ -343,6 +344,13 @@ def test_models_that_are_refused(kind: str, said: str) -> None:
 def test_options_that_are_refused(options: dict[str, Any], said: str, folder: Path) -> None:
     with use_world(VirtualWorld(2)), pytest.raises(ValueError, match=said):
         start(folder, replace(OPTIONS, **options))
+
+
+def test_kernels_of_devices_share_multiples_of_32() -> None:
+    check_chunks((64, 96), Ways(cp=2), on_host=False)
+    check_chunks((64, 100), Ways(), on_host=False)
+    with pytest.raises(ValueError, match="chunks of 64, 100 tokens, of which the 2 ranks of --cp"):
+        check_chunks((64, 100), Ways(cp=2), on_host=False)
 
 
 class Neighbours(nn.Module):

@@ -214,6 +214,26 @@ def test_ranks_share_weights_and_pools() -> None:
     assert chosen(H200, llama_70b(), ranks=4, tp=2).blocks > 2000
 
 
+def test_ranks_that_share_sequences_hold_more_of_them() -> None:
+    """Each has as many blocks as one rank, and a part of the tokens of every block."""
+    one, two = chosen(H200, llama_8b()), chosen(H200, llama_8b(), ranks=2, cp=2)
+    assert one.blocks <= two.blocks < 1.1 * one.blocks  # attention has shorter sums
+    assert (one.span, two.span, two.block_size) == (64, 128, 64)
+    assert two.widths == (4096 // 128, 16384 // 128, 65536 // 128, 131072 // 128)
+    host = {"ranks": 2, "cp": 2, "blocks": 5, "block_size": 4}
+    assert chosen(HOST, smollm2(), **host).context == 32
+    said = "4 blocks of 4 tokens on each of 2 ranks hold no sequence of 33"
+    with pytest.raises(ValueError, match=said):
+        chosen(HOST, smollm2(), **host, context=33)
+    lines = choose(H200, llama_8b(), torch.bfloat16, Given(ranks=2, cp=2)).reasons
+    assert lines[1].startswith(f"{two.blocks} blocks of 64 tokens on each of 2 ranks: of 139.0 GiB")
+    # A draft has the whole blocks, on one rank.
+    draft = open_model(llama(hidden_size=1024, num_hidden_layers=4, num_attention_heads=16))
+    given_draft = {"ranks": 2, "draft_tokens": 4, "draft": draft}
+    spread = chosen(H200, llama_8b(), cp=2, **given_draft).blocks
+    assert spread < chosen(H200, llama_8b(), tp=2, **given_draft).blocks
+
+
 def test_more_memory_holds_more() -> None:
     blocks = [chosen(H200, llama_8b(), memory=share).blocks for share in (0.5, 0.7, 0.9)]
     assert blocks == sorted(set(blocks))

@@ -336,8 +336,9 @@ def test_tokens_are_those_of_transformers_under_masks(engine: CgEngine, folder: 
 
 
 @pytest.mark.slow
-def test_stages_that_are_cut_over_ranks_draw_the_same(folder: Path) -> None:
-    with serving(folder, 2, replace(OPTIONS, tp=2, groups=1)) as cut:
+@pytest.mark.parametrize("ways", [{"tp": 2}, {"cp": 2}])
+def test_stages_that_are_cut_over_ranks_draw_the_same(ways: dict[str, int], folder: Path) -> None:
+    with serving(folder, 2, replace(OPTIONS, **ways, groups=1)) as cut:
         requests = mixed(257)
         outcomes = complete(cut, Tokens(folder), requests)
     check_tokens(folder, outcomes, requests)
