@@ -19,7 +19,7 @@ import torch
 
 import cg
 
-from .checks import check_chunks, check_draft, check_float8, check_ranks, check_states
+from .checks import check_draft, check_float8, check_ranks, check_states
 from .growing import GrowingEngine, warm_ups_on
 from .model import LENGTH, NUMBERS, PROMPT, PROMPT_ADAPTER, START
 from .opening import open_model
@@ -350,7 +350,6 @@ def limits_of(model: Model, options: Options) -> Limits:
         ValueError: the options do not fit the model, or the number of ranks.
     """
     check_ranks(model, cg.world_size(), options.ways)
-    check_chunks(options.chunks, options.ways, not torch.accelerator.is_available())
     _check(options.draft is None or options.draft_tokens > 0, "a draft of 0 tokens")
     stages = cg.world_size() // options.ways.ranks
     context = min(model.context, options.context or model.context)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import cg
 
-from .defaults import balanced
+from .checks import check_chunks
+from .defaults import HOSTS, balanced
 from .draft import Draft
 from .gated import GatedGraphs
 from .model import PROMPT, Guards, Stage, ranges
@@ -44,6 +45,7 @@ class StageGraphs(GatedGraphs[AnySize]):
         # Rank 0 decides: another rank may have an accelerator where this one has none.
         parts = cg.allgather(cut(model, count, options))[0]
         self.device = own_device()
+        check_chunks(options.chunks, options.ways, self.device.type in HOSTS)
         pool = Pool(limits.blocks, options.block_size, options.kv_float8, options.cp)
         self.stages = [
             make_stage(model, layers, pool, limits.requests, options, stage, self.device)

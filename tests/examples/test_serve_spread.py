@@ -36,6 +36,7 @@ from examples.serve.parts import Ways
 from examples.serve.requests import Request, Sampling
 from examples.serve.settings import Options
 from examples.serve.spread import SpreadPages
+from examples.serve.variants import DecodeSize, PrefillSize
 
 from ..models.decoder_serving import generated
 from ..models.decoder_serving import serve as serve_prompts
@@ -125,7 +126,6 @@ def pools(engine: CgEngine) -> dict[int, list[Tensor]]:
         *(
             pytest.param(name, ranks, ways, marks=slow)
             for name, ranks, ways in [
-                ("llama", 3, {"cp": 3}),
                 ("llama", 4, {"cp": 2, "tp": 2}),
                 *((name, ranks, {"cp": ranks}) for name in CONFIGS for ranks in (2, 3)),
                 *((name, 4, {"cp": 2}) for name in ("qwen2", "gemma2")),
@@ -163,13 +163,16 @@ def test_tokens_are_those_of_generate(
     }
 
 
-def test_tokens_lie_on_ranks_in_turns(tmp_path: Path) -> None:
-    """Of 21 tokens and two more, runs of 3 lie on three ranks, where blocks say."""
+def test_ranks_share_a_sequence_and_its_products(tmp_path: Path) -> None:
+    """Of 21 tokens and two more, runs of 3 lie on three ranks, where blocks say.
+
+    Of a chunk of 16 tokens, ranks compute the products of 5, 5 and 6; costs say 5 for all of them.
+    """
     model = model_of("llama")
     model.save_pretrained(tmp_path)
-    blocks, size, cp = (4, 2, 5), 3, 3
+    blocks, run_length, cp = (4, 2, 5), 3, 3
     (request,) = requests((21,))
-    with serving(tmp_path, cp, replace(OPTIONS, block_size=size, cp=cp)) as engine:
+    with serving(tmp_path, cp, replace(OPTIONS, block_size=run_length, cp=cp)) as engine:
         engine.submit(prefill_of(request.prompt[:16], 0, blocks, False, Sampling())).result()
         tokens = engine.submit(
             prefill_of(request.prompt[16:], 16, blocks, True, Sampling())
@@ -178,15 +181,27 @@ def test_tokens_lie_on_ranks_in_turns(tmp_path: Path) -> None:
             row = Row(tokens[-1], position, 0, blocks, Sampling())
             tokens += engine.submit(decode_of(0, (row,))).result()
         held = pools(engine)
+        work = {
+            size: [cost.flops for cost in graph.cost_analysis()]
+            for size, (graph,) in engine.graphs.compiled.items()
+        }
     assert tokens == generate(model, request.prompt, 3)
+    head = 2 * 32 * 64
+    (decode,) = (flops for size, flops in work.items() if isinstance(size, DecodeSize))
+    layers = decode[0] // 2 - head  # of a token, of which a batch has two
+    assert decode == [2 * (layers + head)] * cp
+    prefills = {size: flops for size, flops in work.items() if isinstance(size, PrefillSize)}
+    assert {(size.rows, size.width > 0) for size in prefills} == {(1, False), (1, True), (2, False)}
+    for size, flops in prefills.items():
+        assert flops == [size.rows * (16 // cp * layers + head)] * cp
     known = torch.tensor([[*request.prompt, *tokens[:2]]])
     with torch.no_grad():
         cache = model(known, use_cache=True).past_key_values
     for layer in range(2):
         right = torch.cat([cache.layers[layer].keys, cache.layers[layer].values], -1)[0]
         for position in range(known.shape[1]):
-            run, at = divmod(position, size)
-            entry = blocks[run // cp] * size + at
+            run, at = divmod(position, run_length)
+            entry = blocks[run // cp] * run_length + at
             own = held[run % cp][layer][0, entry]
             torch.testing.assert_close(own, right[:, position], rtol=1e-4, atol=1e-5)
             others = [held[rank][layer][0, entry] for rank in range(cp) if rank != run % cp]
