@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,121 +89,112 @@ def attend_parts(
 
 # -- one part --------------------------------------------------------------------------------------
 
-
-def _attend(
-    query: Tensor,
-    pool: Tensor,
-    exponents: Tensor | None,
-    tables: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
-    """`attend_parts` of one part, without the dimension of parts."""
-    (rows, _, queries, width), size = query.shape, pool.shape[1]
-    table, at = tables.view(rows, -1), last.reshape(rows, -1)
-    if query.device.type != "cpu":
-        has_kernel = not cap and pool.shape[-1] == 2 * width
-        if has_kernel and paged.is_served(query.device, queries, mask):
-            return paged.attend_with_statistics(query, pool, tables, last, scale, exponents)
-        length = table.shape[1] * size
-        return _attend_to(length, query, pool, exponents, table, at, mask, scale, cap)
-    out = query.new_zeros(*query.shape[:-1], pool.shape[-1] - width)
-    statistics = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    lengths = at.amax(1) + 1
-    for several in alike(lengths.tolist(), size):
-        of = torch.tensor(several)
-        length = int(lengths[of].max())
-        if length:
-            masks = None if mask is None else mask[of]
-            out[of], statistics[of] = _attend_to(
-                length, query[of], pool, exponents, table[of], at[of], masks, scale, cap
-            )
-    return out, statistics
-
-
-def _attend_to(
-    length: int,
-    query: Tensor,
-    pool: Tensor,
-    exponents: Tensor | None,
-    table: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
-    """The same, to the first `length` keys of each row."""
-    keys, values = _read(length, query, pool, exponents, table)
-    if mask is None:
-        sees = torch.arange(length, device=query.device) <= last[:, None, :, None]
-        shut = torch.finfo(query.dtype).min  # and no infinity, of which there is no difference
-        mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill(~sees, shut)
-    mask = mask[..., :length]
-    mask = mask.repeat(1, 1, query.shape[2] // mask.shape[2], 1)
-    if cap or query.device.type != "cpu":
-        return _by_products(query, keys, values, mask, scale, cap)
-    widest = max(keys.shape[-1], values.shape[-1])  # the kernel takes one width
-    padded = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, keys, values))
-    out, statistics = _KERNEL(*padded, 0.0, False, attn_mask=mask, scale=scale)
-    return out[..., : values.shape[-1]], statistics
-
-
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def _read(
-    length: int, query: Tensor, pool: Tensor, exponents: Tensor | None, table: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The keys and values of rows, [rows, kv heads, length, width]."""
-    rows, size, width = len(query), pool.shape[1], query.shape[-1]
-    read = table[:, : -(-length // size)].flatten()
+@dataclass(frozen=True)
+class OnePart:
+    """A part of the keys and values, and how they are attended to.
 
-    def shown(blocks: Tensor) -> Tensor:
-        by_rows = blocks.index_select(0, read).view(rows, -1, *blocks.shape[2:])
-        return by_rows[:, :length].transpose(1, 2)
+    Attributes:
+        pool, exponents, scale, cap: as `attend_parts` takes them, without the dimension of parts.
+    """
 
-    keys, values = shown(pool).split((width, pool.shape[-1] - width), -1)
-    if exponents is None:
-        return keys, values
-    powers = shown(exponents)
-    return (
-        dequantize(keys, powers[..., 0], query.dtype),
-        dequantize(values, powers[..., 1], query.dtype),
-    )
+    pool: Tensor
+    exponents: Tensor | None
+    scale: float
+    cap: float
 
+    def attend(
+        self, query: Tensor, tables: Tensor, last: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`attend_parts` of the part."""
+        (rows, _, queries, width), size = query.shape, self.pool.shape[1]
+        table, at = tables.view(rows, -1), last.reshape(rows, -1)
+        if query.device.type != "cpu":
+            has_kernel = not self.cap and self.pool.shape[-1] == 2 * width
+            if has_kernel and paged.is_served(query.device, queries, mask):
+                return paged.attend_with_statistics(
+                    query, self.pool, tables, last, self.scale, self.exponents
+                )
+            return self._attend_to(table.shape[1] * size, query, table, at, mask)
+        lengths = at.amax(1) + 1
+        batches, length = alike(lengths.tolist(), size), int(lengths.max())
+        if len(batches) == 1 and length:
+            return self._attend_to(length, query, table, at, mask)
+        out = query.new_zeros(*query.shape[:-1], self.pool.shape[-1] - width)
+        statistics = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+        for several in batches:
+            of = torch.tensor(several)
+            if length := int(lengths[of].max()):
+                masks = None if mask is None else mask[of]
+                results = self._attend_to(length, query[of], table[of], at[of], masks)
+                out[of], statistics[of] = results
+        return out, statistics
 
-def _by_products(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, cap: float
-) -> tuple[Tensor, Tensor]:
-    """Attention with as many products in memory at a time as `TILE` says."""
-    rows, groups, queries, _ = query.shape
-    step = max(1, TILE // (rows * groups * keys.shape[2]))
-    parts, sums = [], []
-    for first in range(0, queries, step):
-        scores = (query[:, :, first : first + step] @ keys.mT).float() * scale
-        if cap:
-            scores = torch.tanh(scores / cap) * cap
-        scores = scores + mask[:, :, first : first + step]
-        sums.append(scores.logsumexp(-1))
-        parts.append(torch.exp(scores - sums[-1][..., None]).to(values.dtype) @ values)
-    return torch.cat(parts, 2), torch.cat(sums, 2)
+    def _attend_to(
+        self, length: int, query: Tensor, table: Tensor, last: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, to the first `length` keys of each row."""
+        keys, values = self._read(length, query, table)
+        if mask is None:
+            hides = torch.arange(length, device=query.device) > last[:, None, :, None]
+            mask = torch.zeros(hides.shape, dtype=query.dtype, device=query.device)
+            # No infinity, of which a row that sees nothing would make no number.
+            mask = mask.masked_fill(hides, torch.finfo(query.dtype).min)
+        mask = mask[..., :length]
+        mask = mask.repeat(1, 1, query.shape[2] // mask.shape[2], 1)
+        if self.cap or query.device.type != "cpu":
+            return self._by_products(query, keys, values, mask)
+        widest = max(keys.shape[-1], values.shape[-1])  # the kernel takes one width
+        padded = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, keys, values))
+        out, statistics = _KERNEL(*padded, 0.0, False, attn_mask=mask, scale=self.scale)
+        return out[..., : values.shape[-1]], statistics
+
+    def _read(self, length: int, query: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of rows, [rows, kv heads, length, width]."""
+        rows, size, width = len(query), self.pool.shape[1], query.shape[-1]
+        read = table[:, : -(-length // size)].flatten()
+
+        def shown(blocks: Tensor) -> Tensor:
+            by_rows = blocks.index_select(0, read).view(rows, -1, *blocks.shape[2:])
+            return by_rows[:, :length].transpose(1, 2)
+
+        keys, values = shown(self.pool).split((width, self.pool.shape[-1] - width), -1)
+        if self.exponents is None:
+            return keys, values
+        of_keys, of_values = shown(self.exponents).unbind(-1)
+        return dequantize(keys, of_keys, query.dtype), dequantize(values, of_values, query.dtype)
+
+    def _by_products(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention with as many products in memory at a time as `TILE` says."""
+        rows, groups, queries, _ = query.shape
+        step = max(1, TILE // (rows * groups * keys.shape[2]))
+        results, statistics = [], []
+        for first in range(0, queries, step):
+            scores = (query[:, :, first : first + step] @ keys.mT).float() * self.scale
+            if self.cap:
+                scores = torch.tanh(scores / self.cap) * self.cap
+            scores = scores + mask[:, :, first : first + step]
+            statistics.append(scores.logsumexp(-1))
+            shares = torch.exp(scores - statistics[-1][..., None])
+            results.append(shares.to(values.dtype) @ values)
+        return torch.cat(results, 2), torch.cat(statistics, 2)
 
 
 def _each_part(is_float8: bool, has_mask: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator of a kind: what `_attend` gives for each part."""
+    """The operator of a kind: what `OnePart.attend` gives for each part."""
 
     def attend(query: Tensor, pool: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         *tensors, scale, cap = others
         exponents = tensors.pop(0) if is_float8 else [None] * len(pool)
         tables, last, *masks = tensors
         mask = masks[0] if has_mask else [None] * len(pool)
-        of_parts = zip(pool, exponents, last, mask, strict=True)
         results = [
-            _attend(query, own, powers, tables, at, seen, scale, cap)
-            for own, powers, at, seen in of_parts
+            OnePart(own, powers, scale, cap).attend(query, tables, at, seen)
+            for own, powers, at, seen in zip(pool, exponents, last, mask, strict=True)
         ]
         out, statistics = map(torch.stack, zip(*results, strict=True))
         return out, statistics

@@ -176,7 +176,7 @@ def count(
     if not features.groups:
         changes["groups"] = cg.world_size() // (parsed.tp * parsed.ep * parsed.cp) - limits.groups
     if features.kv256:
-        changes["kv256"] = limits.block_size - usual.block_size
+        changes["kv256"] = limits.block_size // parsed.cp - usual.block_size
     for name in ("overlap", "capture", "warm"):
         changes[name] = not getattr(features, name)
 

@@ -27,7 +27,7 @@ class Limits:
     slots: int  # the largest decode batch of a group
     chunk: int  # the longest prefill chunk
     blocks: int  # usable blocks are 1 .. blocks - 1; block 0 is trash
-    block_size: int
+    block_size: int  # tokens, on all ranks that share a sequence
     context: int  # longest sequence
     vocabulary: int
     eos: tuple[int, ...]

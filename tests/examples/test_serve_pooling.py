@@ -231,6 +231,11 @@ def test_what_is_not_served_is_refused_at_the_start(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="4 stages are more than the 3"),
     ):
         start_pooling(open_encoder(tmp_path, Recipe("embed")), Options())
+    with (
+        use_world(VirtualWorld(2)),
+        pytest.raises(ValueError, match="--cp is for models that"),
+    ):
+        start_pooling(open_encoder(tmp_path, Recipe("embed")), Options(cp=2))
     fnet = transformers.FNetConfig(**{k: v for k, v in SIZES.items() if "heads" not in k})
     transformers.AutoModel.from_config(fnet).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"FNetModel .* is not served"):
