@@ -315,12 +315,16 @@ def attend_spread(
     """Attend to keys that lie on several ranks; `SpreadPages.attend` has the arguments.
 
     Raises:
-        ValueError: a model has changed the keys, or the values, that its cache has given.
+        ValueError: a model has changed the keys, the values, or the mask that its cache has given.
     """
     layer = cache.layer_of(key, value)
     if layer is None or not isinstance(cache.pages, SpreadPages):
         raise ValueError("it changes keys or values, of which each rank has a part")
     own = None if cache.is_causal(mask) else mask
+    if own is not None and own.shape[1] > 1:
+        raise ValueError(
+            "its mask differs from head to head, and ranks that share a sequence take one for all"
+        )
     return cache.pages.attend(query, layer, own, scale, cap, sinks)
 
 

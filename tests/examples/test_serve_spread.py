@@ -339,7 +339,7 @@ def test_other_decoders(kind: str, tmp_path: Path) -> None:
         pytest.param(
             "bloom", "over pages it raises .*; one rank serves it, so leave out --cp", marks=slow
         ),
-        pytest.param("gpt_neo", r"\(\w+\) gives other values over pages$", marks=slow),
+        pytest.param("gpt_neo", "than in the model's own forward$", marks=slow),
     ],
 )
 def test_models_that_are_refused(kind: str, said: str) -> None:
