@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=int, help="decode batches in flight; by default one for each stage")
     add("--tp", type=int, default=1, help="ranks that hold a stage together")
     add("--ep", type=int, default=1, help="times --tp ranks hold a stage, each some of its experts")
-    add("--cp", type=int, default=1, help="times these share each sequence's keys and chunks")
+    add("--cp", type=int, default=1, help="times these hold a stage, each some of a sequence")
     add("--layers", type=int, nargs="*", metavar="N", help="of each stage; balanced by default")
     add("--batch", type=int, help="the largest decode batch of a group; by default 256 on GPUs")
     add("--batches", type=int, nargs="*", metavar="N", help="below --batch; by default usual ones")
