@@ -128,7 +128,10 @@ class Trial:
                 raise
             self._lie_on(1)
             self._compare(name)  # which raises for models that are not served at all
-            raise ValueError(f"{error}; one rank serves it, so leave out --cp") from error
+            raise ValueError(
+                f"{error}; one rank serves it, so leave out --cp, which shares the attention that "
+                "transformers looks up by name"
+            ) from error
 
     def _compare(self, name: str) -> bool:
         for steps in (STEPS_OF_STATES, STEPS_BY_ONE) if self.part.states else (STEPS,):
