@@ -5,7 +5,8 @@ scale is `largest / max(amax, 1e-12)`, computed in float64 and rounded to float3
 summed in float32, multiplied by both inverse scales, and rounded to the result's type. These are
 `amax_to_scale` and `to_fp8_saturated` of `torchao/float8/float8_utils.py`, and what
 `torch._scaled_mm` computes. On hosts the product is a float32 product of the casts; on CUDA it is
-`torch._scaled_mm`. The two differ by the rounding of sums alone.
+`torch._scaled_mm`. The two differ by the rounding of sums alone. ROCm computes as hosts do: many
+devices of AMD have e4m3fnuz, whose bits stand for other numbers.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _float8_mm(
     fast: bool,
 ) -> Tensor:
     """`left @ right.T`; the scales are those by which to multiply the product."""
-    if left.is_cuda:
+    if left.is_cuda and not torch.version.hip:
         return _scaled_mm(left, right, left_scale, right_scale, dtype, fast)
     sums = _widened(left) @ _widened(right).t()
     return (sums * (left_scale * right_scale.t())).to(dtype)

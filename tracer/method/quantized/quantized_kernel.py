@@ -46,7 +46,16 @@ def has_kernel(device: torch.device, levels: torch.dtype) -> bool:
     """True if the kernel runs on a device, with levels of a type."""
     if triton is None or device.type != "cuda":
         return False
-    return levels is not torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= FLOAT8
+    return levels is not torch.float8_e4m3fn or has_float8(device)
+
+
+def has_float8(device: torch.device) -> bool:
+    """True if a device of CUDA computes with float8_e4m3fn.
+
+    AMD's have compute capabilities, too, which are other numbers. Many of them have e4m3fnuz, whose
+    bits stand for other numbers, so ROCm is left out.
+    """
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 def tiles_of(group: int, is_only: bool, are_words_of_outputs: bool) -> tuple[int, int]:
