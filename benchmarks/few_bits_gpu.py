@@ -44,12 +44,12 @@ from one_gpu.qwen2 import Sizes
 from provenance import provenance
 
 from cg.launch.conversions.conversion import StoredType
-from cg.launch.quantized.dequantize import dequantized
 from cg.launch.quantized.few_rows import product_of_few
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
-from cg.launch.quantized.weight_format import WeightFormat
 from cg.launch.world import world as worlds
+from cg.tracer.method.quantized.dequantize import dequantized
+from cg.tracer.method.quantized.weight_format import WeightFormat
 from examples.serve.decoders import decoder
 from examples.serve.engine import start
 from examples.serve.settings import Options

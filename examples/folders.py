@@ -58,12 +58,13 @@ def read_model(args: argparse.Namespace) -> Model:
         weights = cg.pretrained(args.model, rename=rename)
         whole = _empty(args, weights)
         whole.train(args.dropout)
-        if args.lora:
+        if args.lora:  # before weights are quantized, since peft adapts experts that are tensors
             whole = adapters.add_adapters(whole, args.lora, args.model, args.seed)
             files = {"adapter_config.json": adapters.settings_of(whole)}
             model = Model(whole, weights, adapters.name_in_adapter, "adapter_model", files, None)
         else:
             model = Model(whole, weights, str, "model", {}, args.model)
+        cg.keep_quantized(whole, weights)
         weights.check(whole)
         if weights.converted and cg.rank() == 0:
             print(weights)
@@ -82,14 +83,12 @@ def _empty(args: argparse.Namespace, weights: Any) -> Any:
 
     def make() -> Any:
         with cg.empty_weights():
-            model = transformers.AutoModelForCausalLM.from_config(
+            return transformers.AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=args.attention,
                 trust_remote_code=args.trust_remote_code,
             )
-        cg.keep_quantized(model, weights)
-        return model
 
     folder = args.model
     with _own_code_refused(folder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -218,9 +218,8 @@ def decoder(
         calls = Calls()
         with calls.of(part):
             trial.run_plainly()
-        rows = cg.cut(0, "tp").cuts
         cut = plan(layers, None) if ways.tp > 1 else None
-        join(part, calls, ways.tp, lambda path: _is_cut(cut, path, rows))
+        join(part, calls, ways.tp, lambda path, sharding: _is_cut(cut, path, sharding))
         replace_norms(part)
         if ways.ranks == 1:
             project(part)
@@ -239,20 +238,43 @@ def decoder(
         context=context,
         vocabulary=len(head.weight),
         layer=int(layer_bytes) // (count * head.weight.element_size()),
-        quantized=_quantized(model, weights, count),
+        quantized=_quantized(_empty(config, torch.float32), weights, count, _is_in_layer),
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
         plan=plan,
-        experts=_experts(model, count),
+        experts=_experts(_empty(config, torch.float32), weights, count),
         adapters=len(adapters),
     )
 
 
-def _quantized(model: Any, weights: Weights, layers: int) -> Quantized | None:
-    """The weights of a model that stay quantized, in its layers; None if there are none."""
-    plain = sum(p.numel() for path, p in model.named_parameters() if _is_in_layer(path))
+def _experts(model: Any, weights: Weights, layers: int) -> Experts | None:
+    """The experts of a model; None if it has none that transformers stacks.
+
+    Args:
+        model: without memory; its layers become those whose tensors the weights have.
+    """
+    mixtures = [module for module in model.modules() if isinstance(module, _StackedExperts)]
+    if not mixtures:
+        return None
+    paths = tuple(f"{path}." for path, module in model.named_modules() if module in mixtures)
+    count = min(module.num_experts for module in mixtures)
+    numbers = sum(p.numel() for module in mixtures for p in module.parameters())
+    quantized = _quantized(model, weights, layers, lambda path: path.startswith(paths))
+    return Experts(count, numbers // layers, quantized)
+
+
+def _quantized(
+    model: Any, weights: Weights, layers: int, is_counted: Callable[[str], bool]
+) -> Quantized | None:
+    """The weights of a model that stay quantized, on average of its layers; None: there are none.
+
+    Args:
+        model: without memory; its layers become those whose tensors the weights have.
+        is_counted: by the path of a tensor.
+    """
+    plain = sum(p.numel() for path, p in model.named_parameters() if is_counted(path))
     names = weights.prepare(model)
-    own = {path: p for path, p in model.named_parameters() if _is_in_layer(path)}
+    own = {path: p for path, p in model.named_parameters() if is_counted(path)}
     left = sum(p.numel() for path, p in own.items() if path not in names)
     size = sum(p.numel() * p.element_size() for path, p in own.items() if path in names)
     return Quantized((plain - left) // layers, size // layers) if size else None
@@ -261,15 +283,6 @@ def _quantized(model: Any, weights: Weights, layers: int) -> Quantized | None:
 def _is_in_layer(path: str) -> bool:
     """True if a path has a number in it, as those of what layers have."""
     return any(name.isdecimal() for name in path.split("."))
-
-
-def _experts(model: Any, layers: int) -> Experts | None:
-    """The experts of a model; None if it has none that transformers stacks."""
-    mixtures = [module for module in model.modules() if isinstance(module, _StackedExperts)]
-    if not mixtures:
-        return None
-    numbers = sum(p.numel() for module in mixtures for p in module.parameters())
-    return Experts(min(module.num_experts for module in mixtures), numbers // layers)
 
 
 def _mixer(model: nn.Module, layer: Any) -> str:
@@ -282,10 +295,10 @@ def _mixer(model: nn.Module, layer: Any) -> str:
     return named[-1] if named else f"layer {layer}"
 
 
-def _is_cut(plan: Any, path: str, rows: Any) -> bool:
-    """True if the ranks of a part have pieces of the rows of a weight."""
-    sharding = None if plan is None else plan.of_tensor(path)
-    return sharding is not None and sharding.cuts == rows
+def _is_cut(plan: Any, path: str, sharding: Any) -> bool:
+    """True if the ranks of a part share a tensor as a sharding says."""
+    own = None if plan is None else plan.of_tensor(path)
+    return (cg.whole if own is None else own).cuts == sharding.cuts
 
 
 def _part(model: Any, layers: range, count: int, takes: frozenset[str]) -> DecoderPart:

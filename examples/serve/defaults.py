@@ -386,7 +386,7 @@ def _weights(model: Model, layers: int, is_first: bool, is_last: bool, options: 
     """Bytes of a stage's weights, on one rank; a head that is the embedding counts twice."""
     size = options.dtype.itemsize
     ends = (is_first + is_last) * model.hidden * model.vocabulary * size
-    experts = 0 if model.experts is None else layers * model.experts.numbers * size
+    experts = 0 if model.experts is None else layers * model.experts.bytes(options.dtype)
     cut = layers * model.layer_bytes(options.dtype) - experts + ends
     return cut // options.tp + experts // options.ep
 

@@ -77,19 +77,6 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of a model's layers, which ranks can share.
-
-    Attributes:
-        count: of a layer; the fewest, if layers have several numbers of them.
-        numbers: in the weights of a layer's experts, on average of all layers.
-    """
-
-    count: int
-    numbers: int
-
-
-@dataclass(frozen=True)
 class Quantized:
     """The weights of layers that stay quantized.
 
@@ -100,6 +87,36 @@ class Quantized:
 
     numbers: int
     bytes: int
+
+
+def _bytes(numbers: int, quantized: Quantized | None, dtype: torch.dtype) -> int:
+    """Bytes of weights, of which some stay quantized."""
+    if quantized is None:
+        return numbers * dtype.itemsize
+    return (numbers - quantized.numbers) * dtype.itemsize + quantized.bytes
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model's layers, which ranks can share.
+
+    Attributes:
+        count: of a layer; the fewest, if layers have several numbers of them.
+        numbers: in the weights of a layer's experts, on average of all layers.
+        quantized: those of them that stay quantized; None if there are none.
+    """
+
+    count: int
+    numbers: int
+    quantized: Quantized | None = None
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the experts of one layer, on average.
+
+        Args:
+            dtype: of weights that are not quantized.
+        """
+        return _bytes(self.numbers, self.quantized, dtype)
 
 
 @dataclass(frozen=True)
@@ -145,10 +162,7 @@ class Model:
         Args:
             dtype: of those that are not quantized.
         """
-        if self.quantized is None:
-            return self.layer * dtype.itemsize
-        left = self.layer - self.quantized.numbers
-        return left * dtype.itemsize + self.quantized.bytes
+        return _bytes(self.layer, self.quantized, dtype)
 
     @property
     def groups(self) -> int:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
+import cg
+
 from . import projections
 from .projections import Projection
 
@@ -27,8 +29,16 @@ class _Quantized(Protocol):
     out_features: int
     bias: Tensor | None
 
-    def joined(self, others: Sequence[Any]) -> nn.Linear | None:
+    def joined(self, others: Sequence[Any], ways: int) -> Any:
         """One layer with the outputs of this one and of others; None if it cannot have them."""
+        ...
+
+    def product(self, x: Tensor, tensors: Mapping[str, Any]) -> Tensor:
+        """The outputs, with tensors in the place of the layer's."""
+        ...
+
+    def shardings(self, weight: Any) -> Mapping[str, Any]:
+        """How ranks share the tensors, where they share a plain weight."""
         ...
 
 
@@ -102,20 +112,37 @@ class Joined(_Pieces, nn.Linear):
 
 
 class JoinedQuantized(_Pieces):
-    """The product of layers with quantized weights, on one rank.
+    """The product of layers with quantized weights.
+
+    It has their tensors under the names that the first of them has, by which plans cut them.
 
     Args:
         layer: that has the weights of all.
         layers: that it stands for.
+        ways: pieces; it divides the outputs of each layer.
     """
 
-    def __init__(self, layer: nn.Linear, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layer: Any, layers: Sequence[nn.Linear], ways: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.share(layers, 1)
+        self._layer = (layer,)  # no module of this one, which has its parameters
+        self.register_parameter("bias", None)
+        for name, parameter in layer.named_parameters():
+            self.register_parameter(name, parameter)
+        self.share(layers, ways)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether inputs are quantized, as the format may say."""
+        is_rounding: bool = self._layer[0].rounds_inputs
+        return is_rounding
+
+    @rounds_inputs.setter
+    def rounds_inputs(self, value: bool) -> None:
+        self._layer[0].rounds_inputs = value
 
     def outputs(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(x)
+        own: dict[str, Any] = self._parameters
+        outputs: Tensor = self._layer[0].product(x, own)
         return outputs
 
 
@@ -177,16 +204,17 @@ class Calls:
         return {id(module): taken for module, taken in self.taken if counts[id(module)] == 1}
 
 
-def join(part: nn.Module, calls: Calls, ways: int, is_cut: Callable[[str], bool]) -> None:
+def join(part: nn.Module, calls: Calls, ways: int, is_cut: Callable[[str, Any], bool]) -> None:
     """Join the products of layers of one module that take the same tensor.
 
     Args:
         part: the module.
         calls: of a run of it.
         ways: how many ranks share the part.
-        is_cut: by the path of a weight, whether ranks have pieces of its rows. With `ways` above 1
-            only such layers are joined, and none that are quantized.
+        is_cut: by the path of a tensor, whether ranks share it so. With `ways` above 1 only layers
+            whose outputs are cut are joined.
     """
+    rows = cg.cut(0, "tp")
     once = calls.once()
     for path, parent in list(part.named_modules()):
         groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -194,10 +222,9 @@ def join(part: nn.Module, calls: Calls, ways: int, is_cut: Callable[[str], bool]
             is_quantized = isinstance(child, _Quantized)
             if not (is_quantized or type(child) is nn.Linear) or id(child) not in once:
                 continue
-            if is_quantized and ways > 1:
-                continue
-            weight = f"{path}.{name}.weight"
-            if ways > 1 and not (is_cut(weight) and child.out_features % ways == 0):
+            cuts = child.shardings(rows) if is_quantized else {"weight": rows}
+            are_cut = all(is_cut(f"{path}.{name}.{own}", each) for own, each in cuts.items())
+            if ways > 1 and not (are_cut and child.out_features % ways == 0):
                 continue
             place = id(once[id(child)]), child.bias is not None, is_quantized
             groups.setdefault(place, {})[name] = child
@@ -211,10 +238,10 @@ def _replace(parent: nn.Module, layers: Mapping[str, Any], ways: int) -> None:
     first, *others = several
     joined: _Pieces
     if isinstance(first, _Quantized):
-        layer = first.joined(others)
+        layer = first.joined(others, ways)
         if layer is None:
             return
-        joined = JoinedQuantized(layer, several)
+        joined = JoinedQuantized(layer, several, ways)
     else:
         joined = Joined(several, ways)
     for index, name in enumerate(layers):

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ...ir.layout import whole
 from ...tracer.values.specs import torch_dtype
 from ..conversions.conversion import Conversion, StoredType, as_stored
 from ..conversions.hugging_face import conversion_of, library_model
@@ -143,6 +144,8 @@ class Weights:
     def types(self, model: nn.Module, names: Iterable[str]) -> dict[str, StoredType]:
         """The shapes and element types of stored tensors that are tensors of a model as they are.
 
+        Those of experts may be stacked.
+
         Args:
             model: it may be on the meta device.
             names: of tensors, also of such that the model has not.
@@ -153,33 +156,64 @@ class Weights:
         Raises:
             ValueError: transformers converts tensors by an operation that cg cannot follow.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         renamed = {name: self._rename(name) for name in names}
-        conversion = self.conversion(
-            model, shapes | dict.fromkeys(filter(None, renamed.values()), ())
-        )
+        candidates = dict.fromkeys(filter(None, renamed.values()), ())
+        conversion = self.conversion(model, self.shapes(model) | candidates)
         types = {}
         for name, own in renamed.items():
             composition = conversion.compositions.get(own or "")
-            if composition is not None and len(composition.names) == 1:
-                (source,) = composition.names
-                types[name] = StoredType(composition.shape, self.files[source].dtypes[source])
+            if composition is not None:
+                dtypes = {self.files[source].dtypes[source] for source in composition.names}
+                if len(dtypes) == 1:
+                    types[name] = StoredType(composition.shape, dtypes.pop())
         return types
 
-    def conversion(self, instance: object, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
+    def shapes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """The shapes of a model's tensors, by the names that its library has for them."""
+        tensors = {self._rename(path): tensor for path, tensor in model.state_dict().items()}
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name is not None}
+
+    def named(self, path: str) -> str | None:
+        """The name of a model's tensor in the folder, or in its library; None if it has none."""
+        return self._rename(path)
+
+    def read(self, model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Small tensors of the folder, by the names that `types` takes.
+
+        Raises:
+            KeyError: the folder has no tensor of a name.
+        """
+        wanted = {name: self._rename(name) or "" for name in names}
+        conversion = self.conversion(model, self.shapes(model) | dict.fromkeys(wanted.values(), ()))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, own in wanted.items():
+            stored = StoredTensor(conversion.compositions[own], self.files)
+            dtype = next(iter(stored.dtypes.values()))
+            assert dtype is not None, "it is of a type that the caller knows"
+            tensors[name] = stored.read(whole(stored.composition.shape), dtype)
+        return tensors
+
+    def conversion(
+        self,
+        instance: object,
+        shapes: Mapping[str, tuple[int, ...]],
+        stored: Mapping[str, StoredType] | None = None,
+    ) -> Conversion:
         """The tensors that the model's library makes of the folder.
 
         Args:
             instance: a model, or a part of one.
             shapes: of its whole tensors, by the names that the library has for them.
+            stored: what takes the place of the folder's tensors; None: these.
 
         Raises:
             ValueError: it converts them by an operation that cg cannot follow.
         """
-        stored = {
-            name: StoredType(file.shapes[name], file.dtypes[name])
-            for name, file in self.files.items()
-        }
+        if stored is None:
+            stored = {
+                name: StoredType(file.shapes[name], file.dtypes[name])
+                for name, file in self.files.items()
+            }
         model = library_model(instance)
         return as_stored(stored) if model is None else conversion_of(model, shapes, stored)
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from .composition import Composition
 from .conversion import Conversion, StoredType
+from .own_names import OwnNames, as_matrix
 from .symbolic_tensor import SymbolicTensor
 
 
@@ -60,24 +61,34 @@ def conversion_of(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix, known = model.base_model_prefix, dict(shapes)
+    prefix, known, own = model.base_model_prefix, dict(shapes), OwnNames.of(shapes)
     compositions: dict[str, Composition] = {}
     renamed: dict[str, str] = {}
     collected: dict[str, tuple[Any, list[str]]] = {}
+    stacks: dict[str, list[Composition]] = {}
     for name in sorted(stored, key=dot_natural_key):
+        if own.names:
+            place = own.find(rename_source_key(name, renamings, [], prefix, known)[0], prefix)
+            if place is not None:
+                part = Composition.of(name, stored[name].shape)
+                stacks.setdefault(place, []).append(part)
+                continue
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in shapes and name in shapes:
             target, pattern = rename_source_key(name, [], [], prefix, known)
         if target not in shapes or (pattern is None and target in compositions):
             renamed[name] = target
         elif pattern is None:
-            compositions[target] = Composition.of(name, stored[name].shape)
+            whole = Composition.of(name, stored[name].shape)
+            is_bytes = stored[name].dtype is torch.uint8
+            compositions[target] = as_matrix(whole, shapes[target]) if is_bytes else whole
         else:
             if target not in collected:
                 collected[target] = copy.deepcopy(by_pattern[pattern]), []
             converter, sources = collected[target]
             sources.append(name)
             converter.add_tensor(target, name, pattern, _symbolic(name, stored[name]))
+    compositions |= {n: own.stacked(n, parts, shapes[n]) for n, parts in stacks.items()}
     for target, (converter, sources) in collected.items():
         compositions |= _converted(model, target, converter, sources, shapes)
     return Conversion(compositions, frozenset(_ignored(model, renamed)))

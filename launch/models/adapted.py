@@ -63,9 +63,14 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A stacked weight that is not changed, and the changes that are added to it."""
+    """A stacked weight that is not changed, and the changes that are added to it.
 
-    weight: Tensor
+    Attributes:
+        weight: a tensor, or a module that stands for a quantized one.
+        changes: of the matrices.
+    """
+
+    weight: Any
     changes: tuple[LowRank, ...]
 
 
@@ -96,17 +101,22 @@ def _through_sum(self: _AdaptedModule, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _replaced(wrapper: _AdaptedModule, change: Callable[[Tensor], Any]) -> Iterator[None]:
+def _replaced(wrapper: _AdaptedModule, change: Callable[[Any], Any]) -> Iterator[None]:
     """Inside the `with` block, the wrapped module has another value in the parameter's place."""
-    places: dict[str, Any] = wrapper.get_base_layer()._parameters
-    name = wrapper.parameter_name
-    own = places[name]
+    base, name = wrapper.get_base_layer(), wrapper.parameter_name
+    # A quantized weight is a module of the wrapped one, whose parameters are looked at first.
+    modules: dict[str, Any] = base._modules
+    places: dict[str, Any] = base._parameters
+    own = modules[name] if name in modules else places[name]
     if _active(wrapper):
         places[name] = change(own)
     try:
         yield
     finally:
-        places[name] = own
+        if name in modules:
+            places.pop(name, None)
+        else:
+            places[name] = own
 
 
 def _active(wrapper: _AdaptedModule) -> list[str]:
@@ -116,7 +126,7 @@ def _active(wrapper: _AdaptedModule) -> list[str]:
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _changes(wrapper: _AdaptedModule, weight: Tensor) -> Iterator[LowRank]:
+def _changes(wrapper: _AdaptedModule, weight: Any) -> Iterator[LowRank]:
     for name in _active(wrapper):
         inward, outward = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
         by_rank = outward.reshape(len(outward), -1, wrapper.num_experts)

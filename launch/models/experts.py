@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,6 +37,15 @@ class StackedExperts(Protocol):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
+
+
+@runtime_checkable
+class _Multiplying(Protocol):
+    """A module that stands for a stacked weight, which is quantized, and multiplies by it."""
+
+    dtype: torch.dtype
+
+    def expert_product(self, rows: Tensor, ids: Tensor) -> Tensor: ...
 
 
 def choose_experts(model: nn.Module, name: str | None) -> None:
@@ -137,15 +147,18 @@ def _forward(
 
 def _project(
     rows: Tensor,
-    weight: Tensor | AdaptedWeight,
+    weight: Tensor | _Multiplying | AdaptedWeight,
     bias: Tensor | None,
     ids: Tensor,
     is_turned: bool,
 ) -> Tensor:
     changes = weight.changes if isinstance(weight, AdaptedWeight) else ()
-    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
-    rows = rows.to(weight.dtype)
-    result = expert_linear(rows, weight.transpose(1, 2) if is_turned else weight, ids)
+    plain = weight.weight if isinstance(weight, AdaptedWeight) else weight
+    rows = rows.to(plain.dtype)
+    if isinstance(plain, Tensor):
+        result = expert_linear(rows, plain.transpose(1, 2) if is_turned else plain, ids)
+    else:
+        result = plain.expert_product(rows, ids)
     for change in changes:
         inner = expert_linear(rows, change.inward, ids)
         result = result + expert_linear(inner, change.outward, ids) * change.scaling

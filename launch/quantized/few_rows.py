@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...tracer.method.quantized.quantized_kernel import MOST, has_kernel, summands_of, tiles_of
 from ...tracer.method.quantized.quantized_product import quantized_product
+from ...tracer.method.quantized.weight_format import Packing, WeightFormat
 from .readers import AWQ_ORDER
-from .weight_format import Packing, WeightFormat
 
 
 def product_of_few(
@@ -27,12 +27,15 @@ def product_of_few(
 
     Returns:
         [..., outputs], of the dtype of `x`. None if there are more rows than `MOST`, the device has
-        no kernel, or scales or words are not of whole runs of inputs and outputs.
+        no kernel, levels are places in a table, scales are no numbers as they are stored, or scales
+        or words are not of whole runs of inputs and outputs.
     """
     *lead, inputs = x.shape
     rows = x.numel() // inputs
     levels = tensors[weight_format.weight]
     if not 0 < rows <= MOST or not has_kernel(x.device, levels.dtype):
+        return None
+    if not weight_format.is_affine:
         return None
     per_output, per_input = _levels_of_word(weight_format.packing, weight_format.is_turned)
     group = weight_format.inputs_per_scale or inputs

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
+from ...tracer.method.quantized.dequantize import dequantized, rounded
+from ...tracer.method.quantized.weight_format import WeightFormat
 from ...tracer.values.plan import Parts, Sharding, cut
 from ..conversions.conversion import StoredType
-from .dequantize import dequantized, rounded
 from .few_rows import product_of_few
-from .weight_format import WeightFormat
 
 
 class QuantizedLinear(nn.Linear):
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = old.in_features, old.out_features
-        self.weight_format, self.dtype = weight_format, old.weight.dtype
+        self.stored_format, self.dtype = weight_format, old.weight.dtype
         self.rounds_inputs = weight_format.activations is not None
         self.register_parameter("weight", None)
         for name, kind in types.items():
@@ -46,22 +46,34 @@ class QuantizedLinear(nn.Linear):
         self.register_parameter("bias", old.bias)
 
     def extra_repr(self) -> str:
-        inputs = self.weight_format.activations
+        inputs = self.stored_format.activations
         more = f", {inputs}" if inputs is not None else ""
-        return f"{super().extra_repr()}, {self.weight_format.name}{more}"
+        return f"{super().extra_repr()}, {self.stored_format.name}{more}"
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors, by name."""
         own: dict[str, Any] = self._parameters  # or what stands in for parameters
-        return {name: own[name] for name in self.weight_format.names}
+        return {name: own[name] for name in self.stored_format.names}
 
     def forward(self, x: Tensor) -> Tensor:
+        own: dict[str, Any] = self._parameters
+        return self.product(x, own)
+
+    def product(self, x: Tensor, tensors: Mapping[str, Any]) -> Tensor:
+        """The outputs of the layer, with tensors in the place of its own.
+
+        Args:
+            x: [..., inputs].
+            tensors: by name, as the layer has them; the bias is None if there is none.
+        """
         # What autocast would cast a product's operands to, it casts this product's input to.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        output: Tensor = _Product.apply(x, self, *self.tensors.values())  # type: ignore[no-untyped-call]
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        stored = [tensors[name] for name in self.stored_format.names]
+        output: Tensor = _Product.apply(x, self, *stored)  # type: ignore[no-untyped-call]
+        bias = tensors["bias"]
+        return output if bias is None else output + bias.to(output.dtype)
 
     def plain(self) -> nn.Linear:
         """A layer of the same sizes with a plain weight, without memory."""
@@ -70,27 +82,34 @@ class QuantizedLinear(nn.Linear):
             self.in_features, self.out_features, has_bias, device="meta", dtype=self.dtype
         )
 
-    def joined(self, others: Sequence[QuantizedLinear]) -> QuantizedLinear | None:
+    def joined(self, others: Sequence[QuantizedLinear], ways: int = 1) -> QuantizedLinear | None:
         """One layer with the outputs of this one, and behind them those of others.
 
         Args:
             others: layers of as many inputs; all have a bias, or none.
+            ways: into how many pieces ranks cut the outputs. A piece has one of each layer, one
+                behind the other.
 
         Returns:
             None if formats differ, or tensors of all outputs do, such as the scale of inputs; or if
-            the outputs of a layer are no whole runs that share a scale or a word.
+            the outputs of a piece are no whole runs that share a scale or a word.
         """
-        layers, own = (self, *others), self.weight_format
+
+        def cat(several: Sequence[Tensor], along: int) -> Tensor:
+            pieces = [torch.unflatten(tensor, along, (ways, -1)) for tensor in several]
+            return torch.cat(pieces, along + 1).flatten(along, along + 1)
+
+        layers, own = (self, *others), self.stored_format
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         run, _ = own.units(shapes)
-        if any(each.weight_format != own or each.out_features % run for each in layers):
+        if any(each.stored_format != own or each.out_features % (run * ways) for each in layers):
             return None
         tensors: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             several, along = [each.tensors[name] for each in layers], own.dims(name, shape).outputs
             is_of_run = name in (own.scale, own.zero) and own.outputs_per_scale > 0
             if along is not None:
-                tensors[name] = torch.cat([each.data for each in several], along)
+                tensors[name] = cat([each.data for each in several], along)
             elif is_of_run:  # the outputs of this layer are one, and those of all are several
                 return None
             elif name in own.kept or all(torch.equal(several[0], each) for each in several):
@@ -102,7 +121,7 @@ class QuantizedLinear(nn.Linear):
         types = {name: StoredType(tuple(each.shape), each.dtype) for name, each in tensors.items()}
         layer = QuantizedLinear(plain, own, types)
         if self.bias is not None:
-            tensors["bias"] = torch.cat([each.bias.data for each in layers])
+            tensors["bias"] = cat([each.bias.data for each in layers], 0)
         for name, tensor in tensors.items():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         return layer
@@ -117,11 +136,11 @@ class QuantizedLinear(nn.Linear):
             Shardings that leave whole what belongs together: scales, and packed words.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        units = self.weight_format.units(shapes)
+        units = self.stored_format.units(shapes)
         sizes = self.out_features, self.in_features
         shared: dict[str, Sharding] = {}
         for name, shape in shapes.items():
-            dims = self.weight_format.dims(name, shape)
+            dims = self.stored_format.dims(name, shape)
             sharding = Sharding((), weight.parts)
             for dimension, cuts in weight.cuts:
                 along = dimension % 2  # of a matrix, -2 is 0
@@ -139,14 +158,14 @@ class QuantizedLinear(nn.Linear):
         return Parts(
             axes,
             1 if size % unit else size // unit,
-            f"runs of {unit} {kind} that share a scale or a word ({self.weight_format.name})",
+            f"runs of {unit} {kind} that share a scale or a word ({self.stored_format.name})",
             "use an axis whose size divides this number, or a folder with weights that are not "
             "quantized",
         )
 
     def _weight(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         sizes = self.out_features, self.in_features
-        return dequantized(self.weight_format, tensors, *sizes).to(dtype)
+        return dequantized(self.stored_format, tensors, *sizes).to(dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -162,17 +181,17 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, *tensors: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(*tensors)
-        named = dict(zip(layer.weight_format.names, tensors, strict=True))
-        activations = layer.weight_format.activations
+        named = dict(zip(layer.stored_format.names, tensors, strict=True))
+        activations = layer.stored_format.activations
         if activations is not None and layer.rounds_inputs:
             x = rounded(activations, x, named.get(activations.scale))
-        product = product_of_few(layer.weight_format, named, x, layer.out_features)
+        product = product_of_few(layer.stored_format, named, x, layer.out_features)
         return F.linear(x, layer._weight(named, x.dtype)) if product is None else product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         layer: QuantizedLinear = ctx.layer
-        named = dict(zip(layer.weight_format.names, ctx.saved_tensors, strict=True))
+        named = dict(zip(layer.stored_format.names, ctx.saved_tensors, strict=True))
         to_input = gradient.matmul(layer._weight(named, gradient.dtype))
         return (to_input, None, *(None for _ in named))

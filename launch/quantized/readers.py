@@ -6,6 +6,8 @@
 | `compressed-tensors` | https://github.com/vllm-project/compressed-tensors |
 | `gptq` | https://github.com/ModelCloud/GPTQModel, Frantar and others, "GPTQ", 2022 |
 | `awq` | https://github.com/casper-hansen/AutoAWQ, Lin and others, "AWQ", 2023 |
+| `bitsandbytes` | `functional.py` of https://github.com/bitsandbytes-foundation/bitsandbytes |
+| `mxfp4` | OCP Microscaling Formats 1.0; `integrations/mxfp4.py` of transformers |
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .weight_format import WORD, ActivationFormat, Packing, WeightFormat
+from ...tracer.method.quantized.weight_format import (
+    WORD,
+    ActivationFormat,
+    NestedScale,
+    Packing,
+    WeightFormat,
+)
 
 Settings: TypeAlias = Mapping[str, Any]
 Choose: TypeAlias = Callable[[str, tuple[str, ...]], WeightFormat | None]
@@ -308,11 +316,103 @@ def _awq(settings: Settings) -> Choose:
     return lambda path, classes: weight_format
 
 
+# -- bitsandbytes ----------------------------------------------------------------------------------
+
+
+def _bitsandbytes(settings: Settings) -> Choose:
+    """Which layers are quantized, and how large blocks are, the tensors of the folder say."""
+    if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
+        weight_format = WeightFormat(
+            "bitsandbytes, int8",
+            *("weight", "SCB", 1, 0),
+            steps=127.0,
+            kept=("weight_format",),
+            description="weight_format",
+        )
+        return lambda path, classes: weight_format
+    kind = _only("bitsandbytes", settings, "bnb_4bit_quant_type", ("fp4", "nf4"))
+    _only("bitsandbytes", settings, "bnb_4bit_quant_storage", ("uint8",))
+    is_nested = bool(settings.get("bnb_4bit_use_double_quant"))
+    description = f"weight_quant_state_bitsandbytes__{kind}"
+    four_bits = WeightFormat(
+        f"bitsandbytes, {kind}",
+        *("weight", "weight_absmax", 1, 64),
+        packing=Packing(4, 1, (1, 0)),  # the first of two has the upper bits
+        table="weight_quant_map",
+        nested=NestedScale("weight_nested_quant_map", "weight_nested_absmax", 256)
+        if is_nested
+        else None,
+        kept=(description,),
+        description=description,
+        has_own_shapes=True,
+    )
+    return lambda path, classes: four_bits
+
+
+def described(weight_format: WeightFormat, text: bytes, where: str) -> WeightFormat:
+    """The format of a layer, with what bitsandbytes has written about it (`QuantState`).
+
+    Args:
+        weight_format: by the configuration.
+        text: JSON (`QuantState`) of 4 bits; of 8 bits the number of a layout (`weight_format`).
+        where: the layer, for errors.
+
+    Raises:
+        ValueError: the description is damaged, or of another format.
+    """
+    if weight_format.packing is None:
+        if text != b"\0":
+            raise ValueError(
+                f"{where} has its numbers in the order of a kernel ({weight_format.name}, "
+                f"weight_format {text[0]}), and what is read is 0, by rows: save the model with a "
+                "newer bitsandbytes"
+            )
+        return weight_format
+    try:
+        state = json.loads(text)
+        kind = state["quant_type"]
+        if not weight_format.name.endswith(kind):
+            raise ValueError(f"it is of {kind}")
+        return _with_state(weight_format, state)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"the description of {where} is not one of {weight_format.name}: {error}. {READABLE}"
+        ) from error
+
+
+def _with_state(weight_format: WeightFormat, state: Settings) -> WeightFormat:
+    nested = weight_format.nested
+    if nested is not None:
+        nested = replace(nested, run=state["nested_blocksize"], offset=state["nested_offset"])
+    return replace(weight_format, inputs_per_scale=int(state["blocksize"]), nested=nested)
+
+
+# -- mxfp4 -----------------------------------------------------------------------------------------
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of float4_e2m1 that are not negative, by their bits."""
+
+
+def _mxfp4(settings: Settings) -> Choose:
+    """Microscaling formats of OCP: 32 numbers of 4 bits share a power of two."""
+    weight_format = WeightFormat(
+        "mxfp4",
+        *("blocks", "scales", 1, 32),
+        packing=Packing(4, 1, (0, 1)),
+        numbers=(*E2M1, *(-number for number in E2M1)),
+        scale_bias=127,
+        has_own_shapes=True,
+    )
+    return lambda path, classes: weight_format
+
+
 _READERS: Mapping[str, Callable[[Settings], Choose]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
 """By `quant_method`."""
 

@@ -527,7 +527,7 @@ def test_a_token_beyond_the_embedding_that_no_text_has_does_no_harm(
 
 QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype | None, str]] = {
     "of a name": ({"quant_method": "fp8", "fmt": "e4m3"}, torch.float8_e4m3fn, "fp8 has weight_b"),
-    "of a name alone": ({"quant_method": "bitsandbytes"}, None, "format 'bitsandbytes' is not"),
+    "of a name alone": ({"quant_method": "torchao"}, None, "format 'torchao' is not"),
     "fp8 by type": ({}, torch.float8_e4m3fn, r"'model.*' is F8_E4M3"),
     "int8 by type": ({}, torch.int8, r"'model.*\.weight' is I8"),
 }
@@ -582,11 +582,11 @@ def test_quantized_weights_are_trained_by_adapters_alone(
     assert "Give --lora RANK, which trains adapters beside them" in told
 
 
-@pytest.mark.parametrize("name", ["fp8", "gptq"])
+@pytest.mark.parametrize("name", ["fp8", pytest.param("gptq", marks=SLOW), "nf4, nested"])
 def test_adapters_over_quantized_weights(name: str, model: Path, tmp_path: Path) -> None:
     """Losses are those of peft over the numbers that the weights stand for."""
     peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
-    form = quantized_folders.FORMS[name]
+    form = (quantized_folders.FORMS | quantized_folders.BYTES)[name]
     folder, out = tmp_path / "quantized", tmp_path / "out"
     shutil.copytree(model, folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(model)

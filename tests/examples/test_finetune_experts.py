@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..models.quantized_folders import FORMS, write, write_mxfp4
 from ..models.test_experts import FAMILIES, SIZES, correct_choices
+from ..models.test_quantized_experts import model_of as mixture_of
 from . import tiny_model
 from .test_finetune import (
     SLOW,
@@ -105,6 +107,43 @@ def test_adapters_of_experts(family: str, folder_of: Callable[[str], Path], tmp_
         opened = peft.PeftModel.from_pretrained(base, folder)
         ids = torch.arange(12).view(1, 12)
         torch.testing.assert_close(opened(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+QUANTIZED = [
+    ("Qwen3Moe", "packed", "--pp 1 --ep 2", 2),
+    pytest.param("Mixtral", "gptq", "--pp 2 --ep 2", 4, marks=SLOW),
+    pytest.param("GptOss", "mxfp4", "--pp 1 --ep 2", 2, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "places", "ranks"), QUANTIZED)
+def test_adapters_over_quantized_experts(
+    family: str, name: str, places: str, ranks: int, tmp_path: Path
+) -> None:
+    """Losses are those of peft over the numbers that the weights stand for, which stay."""
+    pytest.importorskip("peft", reason="adapters need peft: pip install peft")
+    folder, out = tmp_path / "quantized", tmp_path / "out"
+    tiny_model.write(folder)  # for its tokenizer
+    layers = ranks // 2  # one for each stage
+    ids = {"vocab_size": 257, "eos_token_id": 256, "bos_token_id": None}
+    base = mixture_of(family, **ids, num_hidden_layers=layers, max_position_embeddings=64)
+    if name == "mxfp4":
+        write_mxfp4(base, folder)
+    else:
+        write(base, folder, FORMS[name])
+    before = (folder / "model.safetensors").read_bytes()
+    attention = "eager" if family == "GptOss" else "sdpa"
+    tune(
+        folder,
+        out,
+        f"--steps 3 --lora 2 {places} --attention {attention} --evaluate-every 0",
+        ranks,
+    )
+    assert (folder / "model.safetensors").read_bytes() == before
+    saved = load_file(out / "checkpoints/step-000003/adapter_model.safetensors")
+    assert sum(".experts." in key for key in saved) == layers * 2 * 2
+    adapted = adapters.add_adapters(base, 2, folder, 0)
+    assert losses(out) == pytest.approx(train_plainly(adapted, folder, 3)[0], rel=1e-5)
 
 
 # -- balance and capacity -------------------------------------------------------------------------

@@ -23,11 +23,13 @@ from examples.serve.engine import start
 from examples.serve.lora import read_adapter
 from examples.serve.opening import open_model
 from examples.serve.parts import Ways
+from examples.serve.products import JoinedQuantized
 from examples.serve.requests import Request, Sampling
 from examples.serve.scheduler import Scheduler
 from examples.serve.settings import Options
 
-from ..models.quantized_folders import FORMS, SIZE, Form, write
+from ..models.quantized_folders import BYTES, FORMS, SIZE, Form, write, write_mxfp4
+from ..models.test_quantized_experts import model_of as mixture_of
 from .serve_driver import Driver, Habits, differences, random_requests
 from .serve_models import FEW, logits_of, serving
 
@@ -100,6 +102,59 @@ def test_tokens_by_products_of_few_rows(
     model = save(tmp_path, FORMS[name], num_hidden_layers=1)
     requests = serve(tmp_path, ranks, replace(LEAN, tp=ranks))
     assert differences(logits_of(model), requests)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BYTES)
+def test_tokens_of_bitsandbytes(name: str, tmp_path: Path) -> None:
+    model = save(tmp_path, BYTES[name], num_hidden_layers=1)
+    requests = serve(tmp_path, 2, replace(LEAN, tp=2))
+    assert differences(logits_of(model), requests)[0] == 0
+
+
+MIXTURES = [
+    pytest.param("Qwen3Moe", "fp8", 1, 1),
+    *(
+        pytest.param(*case, marks=SLOW)
+        for case in (("Mixtral", "packed", 2, 1), ("Qwen3Moe", "gptq", 2, 2), ("GptOss", "", 2, 1))
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "ep", "tp"), MIXTURES)
+def test_tokens_of_experts(family: str, name: str, ep: int, tp: int, tmp_path: Path) -> None:
+    """A rank has some of the experts, in few bits; sizes are chosen by their bytes."""
+    ids = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": 64}
+    model = mixture_of(family, **ids, initializer_range=0.2)
+    if family == "GptOss":
+        write_mxfp4(model, tmp_path)
+    else:
+        write(model, tmp_path, FORMS[name])
+    experts = open_model(tmp_path).experts
+    assert experts is not None
+    assert experts.numbers > experts.bytes(torch.float16) / 2
+    requests = serve(tmp_path, ep * tp, replace(LEAN, ep=ep, tp=tp))
+    assert differences(logits_of(model), requests)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_layers_of_one_input_are_joined_over_ranks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values are one product, and so are gate and up, if nothing forbids it."""
+    joined: list[int] = []
+    built = JoinedQuantized.__init__
+
+    def counted(self: JoinedQuantized, layer: Any, layers: Any, ways: int) -> None:
+        joined.append(ways * len(layers))
+        built(self, layer, layers, ways)
+
+    monkeypatch.setattr(JoinedQuantized, "__init__", counted)
+    model = save(tmp_path, FORMS[name], num_hidden_layers=1, hidden_size=64)
+    requests = serve(tmp_path, 2, replace(LEAN, tp=2))
+    assert differences(logits_of(model), requests)[0] == 0
+    assert sorted(set(joined)) == ([] if name == "float8 tensor" else [2 * 2, 2 * 3])
 
 
 def adapt(folder: Path, model: Any, paths: tuple[str, ...]) -> None:

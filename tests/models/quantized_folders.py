@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,53 @@ def awq(weight: Tensor) -> Layer:
     return Layer(tensors, (levels - spread[0]) * spread[1])
 
 
+NF4 = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+"""The numbers of nf4 (Dettmers and others, "QLoRA", 2023, appendix E)."""
+
+
+def nf4(weight: Tensor, is_nested: bool = False) -> Layer:
+    """Blocks of the row that a matrix lies in, and their numbers' places; the first has the upper
+    bits. With nested scales, these are places of a table, less their mean."""
+    table, blocks = torch.tensor(NF4), weight.reshape(-1, SIZE)
+    scale = blocks.abs().amax(1)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": SIZE, "dtype": "float32"}
+    tensors = {"weight.quant_map": table}
+    if is_nested:
+        state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": 0.375}
+        numbers = torch.linspace(-1, 1, 256)
+        runs = nn.functional.pad(scale - 0.375, (0, -len(scale) % 8)).view(-1, 8)
+        most = runs.abs().amax(1)
+        places = (runs / most[:, None])[..., None].sub(numbers).abs().argmin(-1)
+        scale = (numbers[places] * most[:, None]).flatten()[: len(scale)] + 0.375
+        tensors["weight.absmax"] = places.flatten()[: len(scale)].to(torch.uint8)
+        tensors |= {"weight.nested_absmax": most, "weight.nested_quant_map": numbers}
+    else:
+        tensors["weight.absmax"] = scale
+    levels = (blocks / scale[:, None])[..., None].sub(table).abs().argmin(-1)
+    pairs = levels.to(torch.uint8).view(-1, 2)
+    text = json.dumps(state | {"shape": list(weight.shape)}).encode()
+    tensors |= {
+        "weight": (pairs[:, :1] << 4 | pairs[:, 1:]),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
+    }
+    return Layer(tensors, (table[levels] * scale[:, None]).view(weight.shape))
+
+
+def nf4_nested(weight: Tensor) -> Layer:
+    return nf4(weight, is_nested=True)
+
+
+def int8_columns(weight: Tensor) -> Layer:
+    """LLM.int8's: a stored scale is the largest number of an output."""
+    most = weight.abs().amax(1)
+    levels = (weight / most[:, None] * 127).round().to(torch.int8)
+    tensors = {"weight": levels, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return Layer(tensors, levels.float() * most[:, None] / 127)
+
+
 def float8_input(x: Tensor, size: int | None = None) -> Tensor:
     """An input in float8, by a scale for each token, or for so many of its entries."""
     grouped = x.unflatten(-1, (-1, size or x.shape[-1]))
@@ -236,10 +285,18 @@ FORMS: dict[str, Form] = {
 }
 """The formats, by name."""
 
+_BYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BYTES: dict[str, Form] = {
+    "nf4": Form(_BYTES | {"bnb_4bit_use_double_quant": False}, nf4),
+    "nf4, nested": Form(_BYTES | {"bnb_4bit_use_double_quant": True}, nf4_nested),
+    "LLM.int8": Form({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_columns),
+}
+"""Formats of bitsandbytes, whose tensors folders have in other shapes, or names, than layers."""
+
 
 def is_quantized(path: str) -> bool:
     """True for the layers of a model that folders have quantized."""
-    return "proj" in path
+    return "proj" in path or ".experts." in path
 
 
 def write(model: nn.Module, folder: Path, form: Form) -> None:
@@ -250,18 +307,21 @@ def write(model: nn.Module, folder: Path, form: Form) -> None:
     saved: Any = model
     saved.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
-    tensors = {
-        name: tensor
-        for name, tensor in stored.items()
-        if not is_quantized(name) or name.endswith("bias")
-    }
+    numbers, tensors = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        path, _, last = name.rpartition(".")
+        if is_quantized(name) and last == "weight":
+            layer = form.quantize(weight)
+            del tensors[name]
+            tensors |= {f"{path}.{own}": tensor for own, tensor in layer.tensors.items()}
+            numbers[name] = layer.weight.contiguous()
+    save_file(numbers, folder / "model.safetensors", {"format": "pt"})
+    saved.load_state_dict(type(model).from_pretrained(folder).state_dict())
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and is_quantized(path):
-            layer = form.quantize(module.weight.detach())
-            tensors |= {f"{path}.{name}": tensor for name, tensor in layer.tensors.items()}
-            module.weight.data.copy_(layer.weight)
-            if form.rounded is not None:
-                module.register_forward_pre_hook(_rounding(form.rounded))
+        if isinstance(module, nn.Linear) and is_quantized(path) and form.rounded is not None:
+            module.register_forward_pre_hook(_rounding(form.rounded))
+        elif hasattr(module, "has_gate"):
+            module.forward = MethodType(partial(_by_expert, form.rounded or _as_it_is), module)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = form.settings
@@ -274,3 +334,57 @@ def _rounding(rounded: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         return (x + (rounded(x) - x).detach() if x.requires_grad else rounded(x),)
 
     return hook
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _by_expert(
+    rounded: Callable[[Tensor], Tensor], module: Any, x: Tensor, ids: Tensor, shares: Tensor
+) -> Tensor:
+    """Experts by their definition, with rounded inputs."""
+    result = torch.zeros_like(x)
+    for token, choice in np.ndindex(*ids.shape):
+        expert = int(ids[token, choice])
+        row = x[token : token + 1]
+        row = row + (rounded(row) - row).detach()
+        h = module._apply_gate(nn.functional.linear(row, module.gate_up_proj[expert]))
+        h = h + (rounded(h) - h).detach()
+        h = nn.functional.linear(h, module.down_proj[expert]) * shares[token, choice]
+        result = result.index_add(0, torch.tensor([token]), h)
+    return result
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of four bits without a sign."""
+
+
+def mxfp4(weight: Tensor) -> Layer:
+    """Microscaling: 32 neighbours share a power of two; the first of two has the lower bits."""
+    table = torch.tensor((*E2M1, *(-number for number in E2M1)))
+    grouped = weight.unflatten(-1, (-1, 32))
+    power = (grouped.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    places = (grouped[..., None] / 2.0 ** power[..., None] - table).abs().argmin(-1)
+    pairs = places.to(torch.uint8).unflatten(-1, (-1, 2))
+    blocks = pairs[..., 0] | pairs[..., 1] << 4
+    scales = (power.squeeze(-1) + 127).to(torch.uint8)
+    numbers = (table[places] * 2.0**power).flatten(-2)
+    return Layer({"blocks": blocks, "scales": scales}, numbers)
+
+
+def write_mxfp4(model: nn.Module, folder: Path) -> None:
+    """Save a GPT-OSS as its folders are: with stacked experts, whose weights lie turned."""
+    saved: Any = model
+    saved.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            layer = mxfp4(parameter.detach().transpose(1, 2))
+            tensors |= {f"{name}_{own}": tensor for own, tensor in layer.tensors.items()}
+            parameter.data.copy_(layer.weight.transpose(1, 2))
+            del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -21,8 +21,8 @@ from cg.launch.quantized import few_rows
 from cg.launch.quantized.few_rows import product_of_few
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
-from cg.launch.quantized.weight_format import WeightFormat
-from cg.tracer.method.quantized.quantized_kernel import MOST, multiply, summands_of
+from cg.tracer.method.quantized.quantized_kernel import MOST, has_float8, multiply, summands_of
+from cg.tracer.method.quantized.weight_format import WeightFormat
 
 from .quantized_folders import FORMS, SIZE, Form, packed
 
@@ -64,6 +64,19 @@ def compare(device: str, dtype: torch.dtype = torch.float32, tolerance: float = 
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hosts, too."""
     monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "right"),
+    [(None, (8, 9), True), (None, (8, 0), False), ("6.4", (9, 4), False)],
+)
+def test_devices_that_have_float8(
+    hip: str | None, capability: tuple[int, int], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of AMD with compute capability 9.4 have another type of 8 bits."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_float8(torch.device("cuda")) is right
 
 
 @pytest.mark.usefixtures("served")

@@ -17,15 +17,15 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.conversions.conversion import StoredType
 from cg.launch.quantized import few_rows
-from cg.launch.quantized.dequantize import dequantized, rounded, unpacked
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
-from cg.launch.quantized.weight_format import Packing
 from cg.launch.world.world import use_world
+from cg.tracer.method.quantized.dequantize import dequantized, rounded, unpacked
 from cg.tracer.method.quantized.quantized_product import quantized_product
+from cg.tracer.method.quantized.weight_format import Packing, WeightFormat
 
 from .families import model_of
-from .quantized_folders import FORMS, SIZE, Form, float8_blocks, gptq, packed, write
+from .quantized_folders import BYTES, FORMS, SIZE, Form, float8_blocks, gptq, packed, write
 
 WIDE, HIDDEN = 4 * SIZE, 2 * SIZE
 
@@ -198,6 +198,12 @@ def test_joined_layers_have_the_outputs_of_each(name: str) -> None:
     x = torch.randn(5, HIDDEN, generator=generator)
     right = torch.cat([first(x), second(x)], -1)
     torch.testing.assert_close(layer(x), right, rtol=1e-5, atol=1e-5)
+    halves = first.joined([second], ways=2)  # one piece of each layer, and then the others
+    assert halves is not None
+    pieces = [each(x).unflatten(-1, (2, -1)) for each in (first, second)]
+    right = torch.cat(pieces, -1).flatten(-2)
+    torch.testing.assert_close(halves(x), right, rtol=1e-5, atol=1e-5)
+    assert first.joined([second], ways=2 * HIDDEN) is None
     if name == "awq":
         second.qzeros.data = second.qzeros.data[:, :-1]
         second.out_features -= 4
@@ -307,8 +313,7 @@ def test_plans_cut_between_scales_and_words_alone(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "awq has version 'gemv', and what is read is gemm"),
         ("awq", {"format": "gemv_fast"}, "awq has format 'gemv_fast', and what is read is gemm"),
         ("gptq", {"format": "marlin"}, "gptq has format 'marlin', and what is read is gptq or"),
-        ("awq", {"quant_method": "bitsandbytes"}, "format 'bitsandbytes' is not read; there are"),
-        ("awq", {"quant_method": "mxfp4"}, "the format 'mxfp4' is not read; there are fp8, comp"),
+        ("awq", {"quant_method": "torchao"}, "the format 'torchao' is not read; there are fp8, c"),
     ],
 )
 def test_other_formats_are_refused_by_name(
@@ -411,12 +416,9 @@ def test_inputs_are_cast_by_autocast_as_those_of_plain_layers() -> None:
     torch.testing.assert_close(found.grad, right.grad, rtol=2e-2, atol=1e-4)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    """transformers stacks their weights, which are stored one by one."""
-    levels = torch.ones(1, 1).to(torch.float8_e4m3fn)
-    tensors = {"model.layers.0.mlp.experts.0.up_proj.weight": levels}
-    folder = folder_of(tmp_path, "fp8")
-    stored = load_file(folder / "model.safetensors")
-    save_file(stored | tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"quantized experts are not read\. Give a folder"):
-        keep(folder)
+def test_a_format_is_the_same_after_it_was_text() -> None:
+    """Operators of torch take it so."""
+    for form in (*FORMS.values(), *BYTES.values()):
+        own = read_settings(form.settings).choose("up", ("Linear",))
+        assert own is not None
+        assert WeightFormat.from_text(own.as_text) == own

@@ -269,11 +269,11 @@ def test_a_command_line_that_is_wrong(options: list[str], message: str) -> None:
 
 def test_a_format_that_is_not_read(tmp_path: Path) -> None:
     """ "Quantised weights in a format that is not read"."""
-    settings = {"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}
+    settings = {"model_type": "llama", "quantization_config": {"quant_method": "torchao"}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     ended = _command("--port", "0", "--model", str(tmp_path))
     assert ended.returncode == 2
-    assert "'mxfp4' is not read" in ended.stderr
+    assert "'torchao' is not read" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

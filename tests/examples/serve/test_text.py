@@ -291,12 +291,13 @@ def test_quantized_weights_are_refused_before_anything_is_served(
     """ "Quantized weights": a message, and exit code 2."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
-    settings = {"quant_method": "mxfp4", "format": "float-quantized"}
+    settings = {"quant_method": "torchao", "format": "float-quantized"}
     (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
     assert command.main(["--model", str(folder), "--port", "0"]) == command.BAD_USAGE
     told = capsys.readouterr().err
     assert f"the weights in {folder} are quantized: quantization_config in config.json" in told
-    assert "the format 'mxfp4' is not read; there are fp8, compressed-tensors, gptq, awq." in told
+    formats = "fp8, compressed-tensors, gptq, awq, bitsandbytes, mxfp4."
+    assert f"the format 'torchao' is not read; there are {formats}" in told
 
 
 def test_a_tokenizer_that_has_outgrown_its_model_is_refused_before_anything_is_served(

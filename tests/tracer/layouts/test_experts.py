@@ -19,6 +19,8 @@ from cg.launch.world.world import use_world
 from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.versions import End
 from cg.tracer.method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
+from cg.tracer.method.quantized.quantized_expert_products import QUANTIZED_EXPERT_LINEAR
+from cg.tracer.method.quantized.weight_format import WeightFormat
 
 from ...sampling import examples
 from .simulation import check, layout, mesh
@@ -112,6 +114,38 @@ def test_pieces(data: st.DataObject, form: str) -> None:
     function = partial(EXPERT_OUTER, experts=EXPERTS)
     for wanted in (None, ends):
         check(function, tensors, cut("tko", f"{rows}i", "tk"), place, ends=wanted)
+
+
+BY_OUTPUT = WeightFormat("int8", "weight", "scale", 1, 0)
+"""A scale of each output."""
+
+
+@given(data=st.data(), form=st.sampled_from(FORMS), turned=st.booleans())
+@examples(40)
+def test_pieces_of_quantized_experts(data: st.DataObject, form: str, turned: bool) -> None:
+    """Tokens, choices and experts may be cut; a cut of stored levels is undone first."""
+    ids = data.draw(ids_of(tokens=1))
+    levels, scale = integers(EXPERTS, OUT, IN, seed=7).to(torch.int8), integers(EXPERTS, OUT, 1)
+    place = mesh(dp=2, tp=data.draw(st.sampled_from([2, 3, 7])))
+    letters = data.draw(st.permutations("tkeio"))[:2]
+    axis_of = dict(zip(letters, ("dp", "tp"), strict=True))
+    width, letter = (OUT, "o") if turned else (IN, "i")
+
+    def cut(word: str) -> Layout:
+        return layout(",".join(axis_of.get(letter, "-") for letter in word))
+
+    def function(rows: Tensor, levels: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+        result: Tensor = QUANTIZED_EXPERT_LINEAR(
+            *(rows, [levels, scale.float()], ids, BY_OUTPUT.as_text, [OUT], IN, False, turned)
+        )
+        return result
+
+    rows = "t" if form == "tokens" else "tk"
+    tensors = [rows_of(form, len(ids), width), levels, scale, ids]
+    check(function, tensors, [cut(rows + letter), cut("eoi"), cut("eo-"), cut("tk")], place)
+    weight = levels.double() * scale
+    wanted = by_rows(tensors[0], weight.transpose(1, 2) if turned else weight, ids)
+    assert torch.equal(function(*tensors), wanted)
 
 
 def test_the_gradient_of_weights_is_a_sum_over_pieces_of_the_batch() -> None:

@@ -12,6 +12,7 @@ The algorithm is that of MegaBlocks (Gale et al., 2022), and of `torch.nn.functi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,25 +83,39 @@ def expert_linear(input: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 def _expert_linear(input: Tensor, weight: Tensor, ids: Tensor, partial: bool = False) -> Tensor:
     """`partial`: ids may be of experts elsewhere, whose products are zeros here."""
-    order, ends = _by_expert(ids, weight.shape[0], partial)
-    rows = _rows_by_group(_sorted(input, ids, order), weight.transpose(1, 2), ends)
+    order, ends = by_expert(ids, weight.shape[0], partial)
+    rows = rows_by_group(sorted_rows(input, ids, order), weight.transpose(1, 2), ends)
+    return in_order_of_ids(rows, ids, order, ends, partial)
+
+
+def in_order_of_ids(
+    rows: Tensor, ids: Tensor, order: Tensor, ends: Tensor, partial: bool
+) -> Tensor:
+    """Rows in the order of their experts, brought back to that of ids: `[tokens, choices, out]`.
+
+    Args:
+        rows: `[rows, out]`, of which those behind the last of `ends` are not defined.
+        ids: `[tokens, choices]`.
+        order, ends: as `by_expert` gives them.
+        partial: whether rows of experts elsewhere are zeros.
+    """
     if partial and rows.device.type != "cpu":
         is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
         rows = torch.where(is_here.unsqueeze(1), rows, 0)
     make = rows.new_empty if len(rows) == ids.numel() else rows.new_zeros
-    result = make(ids.numel(), weight.shape[1])
-    return result.index_copy_(0, order, rows).view(*ids.shape, weight.shape[1])
+    result = make(ids.numel(), rows.shape[1])
+    return result.index_copy_(0, order, rows).view(*ids.shape, rows.shape[1])
 
 
 def _expert_outer(
     left: Tensor, right: Tensor, ids: Tensor, experts: int, partial: bool = False
 ) -> Tensor:
     """For each expert the sum of `left[t, k] ⊗ right[t, k]` over its rows: `[experts, out, in]`."""
-    order, ends = _by_expert(ids, experts, partial)
-    return _sums_by_group(_sorted(left, ids, order), _sorted(right, ids, order), ends)
+    order, ends = by_expert(ids, experts, partial)
+    return _sums_by_group(sorted_rows(left, ids, order), sorted_rows(right, ids, order), ends)
 
 
-def _by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
+def by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
     """The order that sorts rows by expert, and where each expert's rows end in it, as int32.
 
     Rows of experts that are elsewhere come last. On a host they are left out: a device would have
@@ -139,7 +154,7 @@ def _all_by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Te
     return order, torch.searchsorted(ranked, numbers, right=True, out_int32=True)
 
 
-def _sorted(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+def sorted_rows(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
     """Rows of tokens, or of tokens and choices, in the order of their experts."""
     if rows.dim() == 2:
         return rows.index_select(0, order // ids.shape[1])
@@ -153,21 +168,35 @@ def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     rows of the left matrix, or of the columns of the right one.
     """
     if left.dim() == 3:
-        return _rows_by_group(right.t(), left.transpose(1, 2), ends).t()
+        return rows_by_group(right.t(), left.transpose(1, 2), ends).t()
     if right.dim() == 3:
-        return _rows_by_group(left, right, ends)
+        return rows_by_group(left, right, ends)
     return _sums_by_group(left.t(), right, ends)
 
 
-def _rows_by_group(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def rows_by_group(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The product of each group of rows with its matrix; what is behind the last is not defined."""
     if _has_kernel(rows, matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
-    products = rows.new_zeros(len(rows), matrices.shape[2])
+    return group_by_group(rows, lambda group: matrices[group], matrices.shape[2], ends)
+
+
+def group_by_group(
+    rows: Tensor, matrix: Callable[[int], Tensor], width: int, ends: Tensor
+) -> Tensor:
+    """The product of each group of rows with its matrix, one after the other.
+
+    Args:
+        rows: `[rows, in]`.
+        matrix: gives that of a group, `[in, width]`; it is asked for groups that have rows.
+        width: of the result.
+        ends: of groups, int32.
+    """
+    products = rows.new_zeros(len(rows), width)
     start = 0
-    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+    for group, end in enumerate(ends.tolist()):
         if end > start:
-            torch.mm(rows[start:end], matrix, out=products[start:end])
+            torch.mm(rows[start:end], matrix(group), out=products[start:end])
         start = end
     return products
 

@@ -16,6 +16,7 @@ from torch import fx
 from .....ir.layout import Intervals, shape_of, volume, whole
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 from ....method.float8.formula import FLOAT8_MM
+from ....method.quantized.quantized_expert_products import QUANTIZED_EXPERT_LINEAR
 from ....method.quantized.quantized_product import QUANTIZED_PRODUCT
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape
 from ..cuts import is_interval
@@ -201,19 +202,45 @@ def _expert_linear(case: Case) -> Answer:
     factors = replace(_einsum(case, text), choice=("e", 2))
     if not is_interval(case["weight"].cuts[0]):
         factors = replace(factors, keep={"e": "is packed"})
-    return solve(case, factors, local=partial(_local_linear, case["weight"].shape[0]))
+    return solve(case, factors, local=partial(_local_linear, case["weight"].shape[0], 2))
 
 
-def _local_linear(experts: int, op: LocalOp) -> Any:
-    weight = op.operands[1]
-    if not all(shape_of(weight)):
+def _quantized_expert_linear(case: Case) -> Answer:
+    """As of a plain weight; of stored tensors experts alone are cut, all of them alike."""
+    rows, *tensors = case.operands[:-1]
+    operands: list[Dims] = [(("t",), ("k",), ("i",)) if len(rows.shape) == 3 else (("t",), ("i",))]
+    for number, tensor in enumerate(tensors):
+        inner = tuple((f"{number}.{dim}",) for dim in range(1, len(tensor.shape)))
+        operands.append((("e",), *inner))
+    dims, result = (*operands, (("t",), ("k",))), (("t",), ("k",), ("o",))
+    sizes = sizes_of(dims, [operand.shape for operand in case.operands])
+    sizes |= sizes_of([result], [case.shape()])
+    keep = dict.fromkeys(sizes.keys() - {"t", "k", "e"}, "is of quantized weights")
+    if not is_interval(tensors[0].cuts[0]):
+        keep["e"] = "is packed"
+    factors = Factors(
+        dims,
+        (result,),
+        sizes,
+        NOT_LINEAR if case["rounds"] else each(0),
+        keep,
+        zeros=each(0),
+        choice=("e", len(tensors) + 1),
+    )
+    return solve(case, factors, local=partial(_local_linear, tensors[0].shape[0], len(tensors) + 1))
+
+
+def _local_linear(experts: int, ids: int, op: LocalOp) -> Any:
+    """`ids`: which operand they are."""
+    weights = op.operands[1:ids]
+    if not all(all(shape_of(weight)) for weight in weights):
         return zeros(op, op.arguments["input"])
-    return op.run(**_own(op, weight[0], experts, _checked(op, experts)))
+    return op.run(**_own(op, weights[0][0], experts, _checked(op, experts, ids)))
 
 
-def _checked(op: LocalOp, experts: int) -> fx.Node:
+def _checked(op: LocalOp, experts: int, ids: int = 2) -> fx.Node:
     """The ids. Without a check, one out of range would be of no rank's experts, and give zeros."""
-    place = first_entry(op.operands[2])
+    place = first_entry(op.operands[ids])
     return op.emit(CHECKED_IDS, op.arguments["ids"], experts, None, "expert_linear", place)
 
 
@@ -273,6 +300,7 @@ RULES: Mapping[object, Rule] = {
     _ATEN._linalg_check_errors.default: _checked_errors,
     EXPERT_LINEAR: _expert_linear,
     EXPERT_OUTER: _expert_outer,
+    QUANTIZED_EXPERT_LINEAR: _quantized_expert_linear,
     GROUPED_MM: _grouped_mm,
     FLOAT8_MM: _float8_product,
     QUANTIZED_PRODUCT: _quantized_product,

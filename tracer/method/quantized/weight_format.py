@@ -1,26 +1,32 @@
 """The formats of quantized weights, as one description.
 
-A weight is a matrix of levels: small floats, or integers of a few bits. A level, less a zero point
-if the format has one, times a scale, is a number. Neighbours share a scale. The module does not
-import torch, since the front of a server checks formats without it.
+A weight is a matrix of levels: small floats, or integers of a few bits, which may be places in a
+table of numbers. A level, less a zero point if the format has one, times a scale, is a number.
+Neighbours share a scale. The module does not import torch, since the front of a server checks
+formats without it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
 WORD = 32
 """Bits of a word that integers are packed into."""
+BYTE = 8
+"""Bits of a word of some formats, whose integers have 4 bits."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Integers of a few bits in words of 32 bits.
+    """Integers of a few bits in words of 32 bits, or in bytes.
 
     Attributes:
-        bits: of an integer; it divides 32.
+        bits: of an integer; it divides those of a word.
         dimension: of the stored tensor, along which words stand for several integers.
         order: which integer of a word, counted from its lowest bits, stands for which of the
             neighbours, by the neighbour.
@@ -34,6 +40,11 @@ class Packing:
     def in_order(bits: int, dimension: int) -> Packing:
         """The first of the neighbours has the lowest bits."""
         return Packing(bits, dimension, tuple(range(WORD // bits)))
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether words are bytes, and not of 32 bits."""
+        return self.bits * len(self.order) == BYTE
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,26 @@ class TensorDims:
 
 
 @dataclass(frozen=True)
+class NestedScale:
+    """Scales that are stored as places in a table, in runs that share a scale of their own.
+
+    A scale is the number at its place times the scale of its run, and `offset` more. Runs are of
+    neighbours in the order in which a matrix of scales lies in memory.
+
+    Attributes:
+        table: the tensor with the numbers.
+        scale: the tensor with the scales of runs.
+        run: how many neighbours share one.
+        offset: of all scales of a layer.
+    """
+
+    table: str
+    scale: str
+    run: int
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class WeightFormat:
     """How the tensors of a quantized linear layer stand for its weight.
 
@@ -93,6 +124,14 @@ class WeightFormat:
         is_turned: whether tensors are [inputs, outputs], and not [outputs, inputs].
         kept: tensors that are stored besides, and stay as they are.
         activations: how inputs are quantized; None: they are not.
+        table: the tensor with the numbers whose places levels are; empty: levels are numbers.
+        numbers: these numbers, where a format has the same for all layers, and stores none.
+        scale_bias: what is subtracted from a stored scale to get the exponent of a power of two,
+            which the scale is; None: scales are stored as numbers.
+        steps: what a stored scale is divided by.
+        nested: how scales are quantized in turn; None: they are not.
+        has_own_shapes: whether a folder has levels and scales in other shapes than matrices.
+        description: the tensor with JSON about the layer; empty: there is none.
     """
 
     name: str
@@ -110,13 +149,45 @@ class WeightFormat:
     is_turned: bool = False
     kept: tuple[str, ...] = ()
     activations: ActivationFormat | None = None
+    table: str = ""
+    numbers: tuple[float, ...] = ()
+    scale_bias: int | None = None
+    steps: float = 1.0
+    nested: NestedScale | None = None
+    has_own_shapes: bool = False
+    description: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of a layer's tensors."""
         static = self.activations.scale if self.activations else ""
-        names = (self.weight, self.scale, self.zero, self.index, *self.kept, static)
-        return tuple(dict.fromkeys(name for name in names if name))
+        nested = (self.nested.table, self.nested.scale) if self.nested else ()
+        names = (self.weight, self.scale, self.zero, self.index, self.table, *nested)
+        return tuple(dict.fromkeys(name for name in (*names, *self.kept, static) if name))
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether a number is a stored scale times a level less its zero point."""
+        scales = self.nested is None and self.scale_bias is None and self.steps == 1
+        return scales and not (self.table or self.numbers)
+
+    @property
+    def as_text(self) -> str:
+        """All of it as a string, which an operator of torch can take."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @cache
+    def from_text(text: str) -> WeightFormat:
+        """The format that `as_text` has written."""
+        fields: dict[str, Any] = json.loads(text)
+        for name in ("packing", "zero_packing"):
+            if fields[name] is not None:
+                fields[name] = Packing(**fields[name] | {"order": tuple(fields[name]["order"])})
+        for name, kind in (("activations", ActivationFormat), ("nested", NestedScale)):
+            fields[name] = None if fields[name] is None else kind(**fields[name])
+        lists = {name: tuple(fields[name]) for name in ("kept", "numbers")}
+        return WeightFormat(**fields | lists)
 
     def dims(self, name: str, shape: tuple[int, ...]) -> TensorDims:
         """The dimensions of a stored tensor.
@@ -149,6 +220,8 @@ class WeightFormat:
             return ((inputs,),)
         if name == self.weight:
             return (self._packed(self.turned(outputs, inputs), self.packing),)
+        if name == self.table:
+            return ((1 << self.packing.bits,),) if self.packing else None
         if name not in (self.scale, self.zero):
             return None
         rows = -(-outputs // self.outputs_per_scale) if self.outputs_per_scale else 1
@@ -159,6 +232,13 @@ class WeightFormat:
         if columns == 1 and not self.is_turned:
             shapes += ((rows,),)
         return (*shapes, ()) if rows == columns == 1 else shapes
+
+    def sizes(self, levels: tuple[int, ...]) -> tuple[int, int]:
+        """The outputs and inputs of a layer whose words are full, by the shape of its levels."""
+        shape = list(levels)
+        if self.packing is not None:
+            shape[self.packing.dimension] *= len(self.packing.order)
+        return self.turned(*shape)
 
     def units(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         """The outputs, and the inputs, that belong together in some tensor of a layer."""

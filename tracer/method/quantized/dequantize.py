@@ -27,10 +27,12 @@ def takes(weight_format: WeightFormat, name: str, dtype: torch.dtype | None) -> 
         is_weight = name == weight_format.weight
         packing = weight_format.packing if is_weight else weight_format.zero_packing
         if packing is not None:
-            return dtype is torch.int32
+            return dtype is (torch.uint8 if packing.is_of_bytes else torch.int32)
         return dtype in (torch.float8_e4m3fn, torch.int8)
     if name in (weight_format.index, *weight_format.kept):
-        return dtype in (torch.int32, torch.int64)
+        return dtype in (torch.uint8, torch.int32, torch.int64)
+    if name == weight_format.scale and (weight_format.nested or weight_format.scale_bias):
+        return dtype is torch.uint8
     return dtype in FLOATS
 
 
@@ -51,7 +53,9 @@ def dequantized(
     levels, packing = tensors[weight_format.weight], weight_format.packing
     if packing is not None:
         levels = unpacked(packing, levels, (rows, columns)[packing.dimension])
-    scale, zero = tensors[weight_format.scale].float(), _zero(weight_format, tensors, outputs)
+    if weight_format.table or weight_format.numbers:
+        levels = _looked_up(_table(weight_format, tensors), levels)
+    scale, zero = _scale(weight_format, tensors), _zero(weight_format, tensors, outputs)
     if weight_format.by_index:
         along, numbers = 0 if weight_format.is_turned else 1, tensors[weight_format.index]
         scale = scale.index_select(along, numbers)
@@ -111,6 +115,31 @@ def _levels(activations: ActivationFormat, numbers: Tensor) -> Tensor:
     if activations.is_float:
         return numbers.clamp(-FLOAT8_MOST, FLOAT8_MOST).to(torch.float8_e4m3fn).float()
     return numbers.clamp(-INT8_MOST - 1, INT8_MOST).round()
+
+
+def _table(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The numbers whose places levels are, float32."""
+    if weight_format.table:
+        return tensors[weight_format.table].float()
+    device = tensors[weight_format.weight].device
+    return torch.tensor(weight_format.numbers, dtype=torch.float32, device=device)
+
+
+def _looked_up(table: Tensor, places: Tensor) -> Tensor:
+    """The numbers of a table at places, wherever ranks cut these."""
+    return F.embedding(places.int(), table.unsqueeze(1)).squeeze(-1)
+
+
+def _scale(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The scales, float32, as they are stored otherwise."""
+    scale, nested = tensors[weight_format.scale], weight_format.nested
+    if nested is not None:
+        shared = tensors[nested.scale].float().repeat_interleave(nested.run)
+        shared = _narrowed(shared, 0, scale.numel()).view(scale.shape)
+        return _looked_up(tensors[nested.table].float(), scale) * shared + nested.offset
+    if weight_format.scale_bias is not None:
+        return torch.exp2(scale.float() - weight_format.scale_bias)
+    return scale.float() if weight_format.steps == 1 else scale.float() / weight_format.steps
 
 
 def _zero(
