@@ -223,7 +223,7 @@ def join(part: nn.Module, calls: Calls, ways: int, is_cut: Callable[[str, Any], 
             if not (is_quantized or type(child) is nn.Linear) or id(child) not in once:
                 continue
             cuts = child.shardings(rows) if is_quantized else {"weight": rows}
-            are_cut = all(is_cut(f"{path}.{name}.{own}", each) for own, each in cuts.items())
+            are_cut = all(is_cut(f"{path}.{name}.{key}", cut) for key, cut in cuts.items())
             if ways > 1 and not (are_cut and child.out_features % ways == 0):
                 continue
             place = id(once[id(child)]), child.bias is not None, is_quantized

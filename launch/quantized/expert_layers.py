@@ -193,7 +193,7 @@ def _by_expert(
         straight &= block.axes[outputs] == StoredAxis(0, 1) and not any(block.start)
         layers[block.box[0][0]].append((begin, expert[3], end - begin))
         formats.add(stored[path])
-    several = {tuple(sorted(each)) for each in layers.values()}
+    several = {tuple(sorted(parts)) for parts in layers.values()}
     if not straight or len(several) > 1 or len(formats) > 1 or len(layers) != module.num_experts:
         raise ValueError(
             f"the experts in {weights.folder} are quantized, and '{block.name}' and others are "

@@ -63,8 +63,8 @@ def keep_quantized(model: nn.Module, weights: Weights) -> frozenset[str]:
     names = [f"{path}.{name}" for path, own in chosen.items() for name in own.names]
     types = weights.types(model, names)
     kept = keep_experts(model, weights, folder)
-    formats = {path: _present(path, each, types) for path, each in chosen.items()}
-    present = {path: each for path, each in formats.items() if each is not None}
+    formats = {path: _present(path, own, types) for path, own in chosen.items()}
+    present = {path: own for path, own in formats.items() if own is not None}
     for path, own in in_detail(model, present, weights).items():
         sizes = layers[path].out_features, layers[path].in_features
         tensors = check_stored(weights.folder, path, sizes, own, types)

@@ -111,11 +111,11 @@ def check_stored(
         if wanted is not None and own.has_own_shapes:
             first = (*front, *wanted[0])
             shape = first if math.prod(first) == math.prod(shape) else shape
-        if wanted is not None and shape not in [(*front, *each) for each in wanted]:
+        if wanted is not None and shape not in [(*front, *size) for size in wanted]:
             raise ValueError(
                 f"'{path}.{name}' is {list(stored.shape)} in {folder}, and {own.name} "
                 f"of {sizes[1]} inputs and {sizes[0]} outputs has "
-                f"{' or '.join(str([*front, *each]) for each in wanted)}"
+                f"{' or '.join(str([*front, *size]) for size in wanted)}"
             )
         if not takes(own, name, stored.dtype):
             raise ValueError(
@@ -125,7 +125,7 @@ def check_stored(
     return tensors
 
 
-def _lacks(folder: Path, name: str, what: str) -> ValueError:
+def _lacks(folder: Path, name: str, owner: str) -> ValueError:
     return ValueError(
-        f"{folder} lacks '{name}', which {what} has: save the model with the library of its format"
+        f"{folder} lacks '{name}', which {owner} has: save the model with the library of its format"
     )

@@ -97,7 +97,7 @@ def test_a_folder_is_saved_as_it_was(name: str, tmp_path: Path) -> None:
     with use_world(VirtualWorld(2)):
         actor = placed(tmp_path / "from", 2)
         cg.save_checkpoint(tmp_path / "to", [actor], like=tmp_path / "from")
-    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("from", "to"))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("from", "to"))
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape), key

@@ -162,7 +162,7 @@ def test_a_folder_is_saved_as_it_was(tmp_path: Path) -> None:
         _, actor, names = step_of("Mixtral", folder, 2)
         assert len(names) == 4 * 4 + 3 * 4
         cg.save_checkpoint(tmp_path / "to", [actor], like=folder)
-    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "to"))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "to"))
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype
@@ -203,8 +203,8 @@ def test_products_are_those_of_the_plain_weights(
     for shape in ((5, 2 * SIZE), (5, 2, 2 * SIZE)):
         x, plain = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(2))
         x.data.copy_(plain.data)
-        given = plain if form.rounded is None else plain + (form.rounded(plain) - plain).detach()
-        right = expert_linear(given, weight, ids)
+        rounded = plain if form.rounded is None else plain + (form.rounded(plain) - plain).detach()
+        right = expert_linear(rounded, weight, ids)
         product = quantized_expert_linear(x, tensors, ids, kind, (2 * SIZE, SIZE), 2 * SIZE)
         gradient = torch.randn(right.shape, generator=generator)
         right.backward(gradient)

@@ -127,8 +127,8 @@ def _quantized_expert_linear(
         if turned:
             products.append(layer.product(rows[:, at : at + width], ends, True))
         else:
-            given = layer.rounded(rows, ends) if rounds else rows
-            products.append(layer.product(given, ends, False))
+            own_rows = layer.rounded(rows, ends) if rounds else rows
+            products.append(layer.product(own_rows, ends, False))
         at += width
     joined = torch.stack(products).sum(0) if turned else torch.cat(products, 1)
     return in_order_of_ids(joined, ids, order, ends, partial)
