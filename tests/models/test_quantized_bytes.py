@@ -24,6 +24,9 @@ from .families import model_of
 from .quantized_folders import BYTES, SIZE, write
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
+NAMES = [
+    pytest.param(name, marks=() if name == "nf4, nested" else pytest.mark.slow) for name in BYTES
+]
 IDS = torch.arange(1, 33).view(4, 8) % 8 + 1
 
 
@@ -64,7 +67,7 @@ def placed(folder: Path, tp: int) -> Any:
     return Trained.on(cg.mesh(tp=tp), plan=plan, init=weights)(cuts)
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_and_gradients_are_those_of_the_plain_weights(name: str, tmp_path: Path) -> None:
     """Also where ranks have pieces; scales that are shared by rows of several are whole there."""
     plain: Any = model_of("Llama", 1, **SIZES).float()
@@ -90,7 +93,7 @@ def test_losses_and_gradients_are_those_of_the_plain_weights(name: str, tmp_path
                 torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_saved_as_it_was(name: str, tmp_path: Path) -> None:
     """Every tensor has the name, the shape and the bytes of its folder again."""
     write(model_of("Llama", 1, **SIZES).float(), tmp_path / "from", BYTES[name])
