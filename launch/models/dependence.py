@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...tracer.method.constants.constant_values import ConstantValues
 from ...tracer.method.experts.expert_products import static_form
 
 _OF_SHAPE_ALONE = frozenset(
@@ -50,6 +51,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.read = self.inside = self.random = 0
+        self._constants = ConstantValues()
         self._own: dict[int, tuple[int, int]] = {}  # of a tensor, with the time when it was set
         self._views: dict[int, int] = {}  # of all views of a memory
         self._writes: dict[int, list[tuple[int, int]]] = {}  # into a memory, with their times
@@ -77,8 +79,9 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        func, args, kwargs = static_form(func, args, kwargs or {})
+        func, args, kwargs = self._constants.static_form(*static_form(func, args, kwargs or {}))
         results = func(*args, **kwargs)
+        self._constants.note(func, args, kwargs, results)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=results))

@@ -28,6 +28,7 @@ from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
 from ...source import is_torch_file
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
+from ..constants.constant_values import LIFTS, ConstantValues
 from ..experts.expert_products import static_form
 from .function_log import FunctionLog
 from .op_log import OpLog
@@ -62,6 +63,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward: whether the backward is being traced now.
         backward_of_block: whether it is that of a block, inside of the line that calls the block.
         backward_writes: storages of the state that the backward wrote to.
+        constants: the tensors that follow from no input.
         check: is called with the arguments of each operator, and with those that it writes to.
     """
 
@@ -81,6 +83,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = log
         self.written: set[int | None] = set()
         self.backward_writes: set[int | None] = set()
+        self.constants = ConstantValues()
         self.locations: dict[str, Location] = {}
         self.draws = False
         self.secret: list[torch.Tensor] = []
@@ -98,7 +101,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        func, args, kwargs = static_form(func, args, kwargs or {})
+        func, args, kwargs = self.constants.static_form(*static_form(func, args, kwargs or {}))
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if not self.backward:
@@ -119,6 +122,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             note_refusal(error)
             raise
+        self.constants.note(func, args, kwargs, result)
         if location is not None:
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
                 self.locations[node.name] = location
@@ -134,7 +138,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _refuse_foreign_tensors(self, func: Any, args: Any, kwargs: Any) -> None:
-        if func._schema.name in _LIFTS:
+        if func._schema.name in LIFTS:
             return
         for value in _flat((*args, *kwargs.values())):
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
@@ -192,10 +196,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _error(self, reason: str, remedy: str) -> TraceError:
         return refusal_here(self.shown, reason, remedy)
-
-
-_LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
-"""Operators that `torch.tensor([...])` applies to the numbers it was given."""
 
 
 def nodes_so_far() -> Any:

@@ -124,6 +124,7 @@ class BlockRecording:
         self._count = log.count
         self._mark = recorder.log.mark()
         self._nodes = len(nodes_so_far())
+        self._asked = recorder.constants.asked
 
     def block(self, name: str, result: Any, known: Sequence[Block]) -> Block | None:
         """Make the block, and fold its entries in the logs into one; None if it cannot be a block.
@@ -137,6 +138,8 @@ class BlockRecording:
         entries = log.entries[self._entries :]
         if not log.complete or len({entry.settings for entry in entries}) != 1:
             return None
+        if self._recorder.constants.asked != self._asked:
+            return None  # shapes inside follow from values of what it takes
         numbers: list[int] = []
 
         def number(old: int) -> int:
