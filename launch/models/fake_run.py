@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
+from ...tracer.errors import TraceError
 from ...tracer.method.attention.varlen_calls import attention_traced
 from ...tracer.method.purity.as_eager import compiled_as_eager
+from ...tracer.method.purity.randomness import draws_bounded
 from ...tracer.source import traceback_location
 from ...tracer.values.actor_state import reach
 from ...tracer.values.heap.snapshot import Snapshot
@@ -74,11 +76,14 @@ class FakeRun:
                 self.mode,
                 compiled_as_eager(),
                 attention_traced(type(self.model).__name__),
+                draws_bounded(type(self.model).__name__),
                 watcher,
             ):
                 return self.model(**inputs)
         except ValueError:
             raise
+        except TraceError as error:
+            raise ValueError(str(error)) from error
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _data_dependent(self.model, error) from error
         except Exception as error:

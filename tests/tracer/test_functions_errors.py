@@ -199,7 +199,7 @@ CASES = [
     ("closure", "neither an argument nor part of the actor", "x + OUTSIDE"),
     ("closure_module", "neither an argument nor part of the actor", "OTHER(x)"),
     ("generator", "takes a torch.Generator", "generator=GENERATOR"),
-    ("python_random", "Python's random module", "def python_random"),
+    ("python_random", "Python's random module", "return x * random.random()"),
     ("numpy_random", "NumPy's global generator", "def numpy_random"),
     ("seeds", "torch's global generator", "def seeds"),
     ("leaks_globally", "outside the actor, in 'LEAKED'", "def leaks_globally"),

@@ -322,3 +322,41 @@ def test_a_closure_is_put_back() -> None:
     with pytest.raises(TraceError, match=r"it changes 'count', outside of the actor's attributes"):
         trace(cls(), "forward", torch.ones(2, 3))
     assert count() == 0
+
+
+DRAWS = [
+    (lambda: random.uniform(0, 1) < 0.0, False),
+    (lambda: random.uniform(1, 0) <= 1, True),
+    (lambda: random.random() < 1, True),
+    (lambda: random.random() >= 1, False),
+    (lambda: random.random() > -0.5, True),
+    (lambda: random.random() < 0.0, False),
+    (lambda: random.uniform(0, 1) < 1, None),
+    (lambda: random.uniform(0, 1) > 0, None),
+    (lambda: random.random() <= 0, None),
+    (lambda: random.random() < 0.5, None),
+    (lambda: random.random() == 2, None),
+    (lambda: round(random.random()), None),
+    (lambda: random.random() or 1, None),
+    (lambda: 1 - random.random() < 2, None),
+    (lambda: float(random.random()), None),
+]
+
+
+@pytest.mark.parametrize(("condition", "decided"), DRAWS)
+def test_what_is_drawn_may_decide_nothing(condition: Any, decided: bool | None) -> None:
+    """As where layers are left out at random, with a chance of 0."""
+
+    class LeavesOut(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if condition() else x + 2
+
+    before = random.getstate()
+    if decided is None:
+        with pytest.raises(TraceError, match="draws from or seeds Python's random") as caught:
+            trace(LeavesOut(), "forward", torch.zeros(2))
+        assert "layerdrop=0.0" in caught.value.remedy
+    else:
+        (result,) = trace(LeavesOut(), "forward", torch.zeros(2)).body(torch.zeros(2))
+        assert float(result[0]) == (1 if decided else 2)
+    assert random.getstate() == before

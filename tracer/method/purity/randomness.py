@@ -8,8 +8,10 @@ then says which draws it repeats.
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +24,11 @@ from ...values.heap.snapshot import GENERATORS, Snapshot
 from ...values.interface import TracedCall
 
 _REMEDY = (
-    "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
-    "method with @cg.opaque"
+    "draw with torch functions (torch.rand, dropout), which a step seeds by itself; where layers "
+    "are left out at random, set the chance of that to 0 (layerdrop=0.0); or mark the method with "
+    "@cg.opaque"
 )
+_ONCE = "which would happen once, while tracing, instead of in every execution"
 _BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
 
 
@@ -40,8 +44,7 @@ class _WatchedGenerator:
             raise refusal_here(
                 self._shown,
                 "it seeds or sets torch's global generator (torch.manual_seed or set_rng_state, "
-                "torch.random.fork_rng), which would happen once, while tracing, instead of in "
-                "every execution",
+                f"torch.random.fork_rng), {_ONCE}",
                 _REMEDY,
             )
         return getattr(self._generator, name)
@@ -65,9 +68,79 @@ def generator_watched(shown: str) -> Iterator[None]:
     generator = names["default_generator"]
     names["default_generator"] = _WatchedGenerator(generator, shown)
     try:
-        yield
+        with draws_bounded(shown):
+            yield
     finally:
         names["default_generator"] = generator
+
+
+class DrawnNumber:
+    """Stands for a number that Python's random module draws; its bounds alone are known.
+
+    A comparison with a number outside of the bounds comes out the same in every execution. Any
+    other use is refused.
+    """
+
+    def __init__(self, low: float, high: float, shown: str) -> None:
+        self._low, self._high, self._shown = low, high, shown
+
+    def __lt__(self, other: float) -> bool:
+        return self._decided(other > self._high, other <= self._low)
+
+    def __le__(self, other: float) -> bool:
+        return self._decided(other >= self._high, other < self._low)
+
+    def __gt__(self, other: float) -> bool:
+        return self._decided(other < self._low, other >= self._high)
+
+    def __ge__(self, other: float) -> bool:
+        return self._decided(other <= self._low, other > self._high)
+
+    def _decided(self, always: bool, never: bool) -> bool:
+        if always or never:
+            return always
+        raise self._refusal()
+
+    def _refusal(self) -> Exception:
+        return refusal_here(
+            self._shown, f"it draws from or seeds Python's random module, {_ONCE}", _REMEDY
+        )
+
+
+def _refused(self: DrawnNumber, *_: object) -> Any:
+    raise self._refusal()
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+for _name in (
+    *("eq", "ne", "bool", "float", "int", "index", "round", "neg", "abs", "hash", "str", "repr"),
+    *("format", *_BINARY, *(f"r{name}" for name in _BINARY)),
+):
+    setattr(DrawnNumber, f"__{_name}__", _refused)
+
+
+@contextmanager
+def draws_bounded(shown: str) -> Iterator[None]:
+    """Have `random.random` and `random.uniform` give bounds inside the `with` block.
+
+    Nothing is drawn. Code that calls them with what it may compare leaves Python's generator as it
+    was, as a compiled step does.
+    """
+
+    def unit() -> DrawnNumber:
+        return DrawnNumber(0.0, math.nextafter(1.0, 0.0), shown)
+
+    def uniform(a: float, b: float) -> DrawnNumber:
+        return DrawnNumber(min(a, b), max(a, b), shown)
+
+    names: dict[str, Any] = vars(random)
+    drawing: dict[str, Callable[..., Any]] = {"random": unit, "uniform": uniform}
+    before = {name: names[name] for name in drawing}
+    names.update(drawing)
+    try:
+        yield
+    finally:
+        names.update(before)
 
 
 @contextmanager
@@ -93,8 +166,7 @@ def random_state_watched(call: TracedCall) -> Iterator[None]:
         before.restore()
     if moved:
         raise call.refusal(
-            f"it draws from or seeds {' and '.join(moved)}, which would happen once, while "
-            "tracing, instead of in every execution",
+            f"it draws from or seeds {' and '.join(moved)}, {_ONCE}",
             _REMEDY,
         )
 
