@@ -400,6 +400,27 @@ CASES: dict[str, OpCase] = {
         ),
         *(ints(3, 6, 2, 2), ints(3, 2, 4, 4), ints(6, 2, 3, 3)),
     ),
+    "backward of a convolution of groups": case(
+        lambda g, x, w: ATEN.convolution_backward(
+            *(g, x, w, [4], [1], [0], [1], False, [0], 4, [True, True, True])
+        ),
+        *(ints(2, 4, 3), ints(2, 8, 5), ints(4, 2, 3)),
+    ),
+    "backward of a convolution of each channel": case(
+        lambda g, x, w: ATEN.convolution_backward(
+            *(g, x, w, [0], [1], [2], [1], False, [0], 6, [True, True, False])
+        ),
+        *(ints(2, 6, 7), ints(2, 6, 5), ints(6, 1, 3)),
+    ),
+    "transposed convolution of groups": case(
+        lambda x, w: torch.conv_transpose1d(x, w, groups=4), ints(2, 8, 3), ints(8, 2, 3)
+    ),
+    "backward of a transposed convolution of groups": case(
+        lambda g, x, w: ATEN.convolution_backward(
+            *(g, x, w, [8], [1], [0], [1], True, [0], 4, [True, True, True])
+        ),
+        *(ints(2, 8, 5), ints(2, 8, 3), ints(8, 2, 3)),
+    ),
     "average pooling": case(lambda x: torch.nn.functional.avg_pool2d(x, 2), ints(3, 2, 4, 4)),
     "maximal pooling": case(
         lambda x: torch.nn.functional.max_pool2d(x, 2, return_indices=True), ints(3, 2, 4, 4)

@@ -30,8 +30,11 @@ from ...values.pieces import lay_out
 from ...values.plan import Parts, Sharding, ShardingPlan, cut, whole
 from ...values.specs import Static, TensorSpec, Tree
 
-LENGTH = 8
-"""The tokens of the text on which a model is traced if no inputs are given."""
+ROWS, LENGTH = 8, 8
+"""The rows and tokens of the text on which a model is traced if no inputs are given.
+
+A model of sounds takes a row for each codebook, so one row is too few.
+"""
 
 
 def generic(path: str) -> str:
@@ -112,7 +115,7 @@ class _Logits(nn.Module):
 
 def _traced(model: nn.Module, example: Mapping[str, Any] | None) -> Joint:
     if example is None:
-        example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64), "use_cache": False}
+        example = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64), "use_cache": False}
     actor = _Logits(model, tuple(example))
     leaves, spec = pytree.tree_flatten((tuple(example.values()), {}))
     signature = Tree(

@@ -47,24 +47,25 @@ _STYLES: Mapping[str, Style] = {
     "colwise_rep": _OUTPUTS,
     "colwise_gather_output": _OUTPUTS,
     "rowwise": _INPUTS,
-    "rowwise_rep": _INPUTS,
-    "rowwise_split_input": _INPUTS,
+    "rowwise_rep": Style(),
+    "rowwise_split_input": Style(),
     "packed_colwise": Style(-2, blocks=2, bias=True),
     "packed_rowwise": Style(-1, blocks=2),
     "embedding_rowwise": Style(-2),
     "vocab_parallel_rowwise": Style(-2),
-    "embedding_colwise": Style(-1),
+    "embedding_colwise": Style(),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
     "mla_kv_a_proj": Style(),
     "sequence_parallel": Style(),
 }
-"""The styles, by the names that transformers gives them."""
+"""The styles, by the names that transformers gives them.
 
-_GATHERED = frozenset(
-    {"colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"}
-)
-"""Styles of layers whose neighbours take, or give, whole tensors."""
+A layer is whole if its neighbours take, or give, whole tensors.
+"""
+
+_GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
+"""Styles of layers whose outputs are gathered. So they are whole, but for the one of logits."""
 
 _OF_EXPERTS = frozenset(
     {"moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"}

@@ -70,24 +70,26 @@ def _local(op: LocalOp) -> Any:
     weight, image = op.arguments["weight"].meta["val"].shape, shape_of(op.operands[0])
     if not math.prod(image) or not math.prod(weight):
         return zeros(op, op.arguments["input"])
-    inner = weight[0] if op.arguments["transposed"] else weight[1]
-    groups = op.arguments["groups"]
-    if groups > 1 and not op.arguments["transposed"]:
-        groups = image[1] // inner
-    return op.run(groups=groups)
+    region = op.results[0]
+    assert region is not None
+    return op.run(groups=_groups(op, image, weight, shape_of(region)))
+
+
+def _groups(op: LocalOp, image: Shape, weight: Shape, result: Shape) -> int:
+    """The number of groups of a piece, from the channels of it and of one group."""
+    groups: int = op.arguments["groups"]
+    channels = result if op.arguments["transposed"] else image
+    return groups if groups == 1 else channels[1] // weight[1]
 
 
 def _convolution_backward(case: Case) -> Answer:
     image, weight, result, sizes = _dims(case, case["grad_output"].shape)
-    keep = _keep(sizes)
-    if case["groups"] > 1:
-        keep["g"] = "is a dimension of groups"
     mask = case["output_mask"]
     results = [
         dims if asked else None
         for asked, dims in zip(mask, (image, weight, (("g", "o"),)), strict=True)
     ]
-    factors = Factors((result, image, weight), tuple(results), sizes, each(0), keep)
+    factors = Factors((result, image, weight), tuple(results), sizes, each(0), _keep(sizes))
     answer = solve(case, factors, local=_local_backward)
     bias = answer.results[2]
     if bias is None:
@@ -103,7 +105,8 @@ def _local_backward(op: LocalOp) -> Any:
     if not all(map(volume, op.operands)):
         return _empty_backward(op)
     sizes = None if regions[2] is None else list(shape_of(regions[2]))
-    return op.run(bias_sizes=sizes)
+    result, image, weight = map(shape_of, op.operands)
+    return op.run(bias_sizes=sizes, groups=_groups(op, image, weight, result))
 
 
 def _empty_backward(op: LocalOp) -> Any:
