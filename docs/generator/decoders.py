@@ -21,10 +21,11 @@ def summary() -> str:
     plans = Counter(row["plan"][0] for row in decoders if "plan" in row)
     for column in RUNS:
         counts = Counter(row[column][0] for row in decoders if column in row)
-        tried = sum(counts.values()) - counts["not tried"]
-        numbers = (tried, counts["equal"], counts["refused"], counts["not yet"])
-        rows.append((column, *map(str, numbers), str(record["types"] - tried)))
-    heads = ("run", "tried", "equal", "refused", "not yet", "not tried")
+        outcomes = (counts["equal"], counts["refused"], counts["not yet"])
+        fails = counts["plain fails"]
+        others = (fails, record["types"] - sum(outcomes) - fails)
+        rows.append((column, *map(str, (sum(outcomes), *outcomes, *others))))
+    heads = ("run", "plain runs", "equal", "refused", "not yet", "plain fails", "not tried")
     versions = f"transformers {record['transformers']}, torch {record['torch']}"
     return (
         f"With {versions}: {record['types']} types, of which {plans['brought']} bring a plan and "

@@ -300,6 +300,6 @@ def _epsilon(norm: nn.Module) -> float | None:
             is_equal = torch.allclose(
                 values, RmsNorm(norm, epsilon)(x), rtol=1e-5 if x.dtype is torch.float32 else 1e-2
             )
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         return None  # it takes something else
     return epsilon if is_equal else None

@@ -197,3 +197,22 @@ def test_a_norm_that_takes_a_gate_stays() -> None:
     part = nn.ModuleDict({"norm": Gated()})
     replace_norms(part)
     assert isinstance(part["norm"], Gated)
+
+
+class OfGroups(nn.Module):
+    """A norm over groups of channels, which refuses other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[2:] != (2, 4):
+            raise ValueError("expected 2 groups of 4 channels")
+        return self.weight * x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + self.eps)
+
+
+def test_a_norm_that_refuses_a_row_stays() -> None:
+    part = nn.ModuleDict({"norm": OfGroups()})
+    replace_norms(part)
+    assert isinstance(part["norm"], OfGroups)

@@ -22,7 +22,7 @@ from cg.tracer.values.pieces import lay_out
 
 from ..tracer.groups.training import cut_out, region_of
 from .decoder_serving import generated, serve
-from .decoders import LENGTH, VOCABULARY, class_of, decoder
+from .decoders import BESIDE_ANOTHER, LENGTH, VOCABULARY, class_of, decoder
 
 STEPS, ROWS = 3, 4
 TOLERANCE = 1e-5
@@ -258,8 +258,9 @@ class Outcome:
     """What came of a run.
 
     Attributes:
-        kind: "equal" to plain transformers, "refused" by an error of cg, "not yet", or "not tried";
-            of a plan, "brought" by the model or "derived".
+        kind: "equal" to plain transformers, "refused" by an error of cg, "not yet", "plain fails"
+            if plain transformers raises an error, or "not tried"; of a plan, "brought" by the model
+            or "derived".
         reason: why, if there is nothing equal and no plan.
     """
 
@@ -281,12 +282,16 @@ def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
     """Run a type in a shape of `SHAPES`, or make its plan, save and reopen it, or serve it."""
     try:
         model = decoder(kind)
+    except Exception as error:  # of transformers: whatever this model raises
+        alone = kind not in BESIDE_ANOTHER
+        return Outcome("not tried" if alone else "plain fails", f"no model: {_first_line(error)}")
+    try:
         if shape == SERVED:
             wanted = generated(model)
         else:
             plain = train_plainly(model)
-    except Exception as error:  # of transformers: whatever this model raises
-        return Outcome("not tried", f"no tiny model: {_first_line(error)}")
+    except Exception as error:  # of transformers: whatever its run raises
+        return Outcome("plain fails", f"{type(error).__name__}: {_first_line(error)}")
     try:
         if shape == PLAN:
             return plan_of(model)

@@ -80,6 +80,13 @@ def test_layers_that_run_again_are_trained_without_a_cut() -> None:
 
 
 @pytest.mark.slow
+def test_patches_of_single_bytes_are_trained_without_a_cut() -> None:
+    model: Any = decoder("blt")
+    model.config.patching_mode = "static"
+    whole_and_sharded(model, train_plainly(model))
+
+
+@pytest.mark.slow
 def test_assertions_on_data_are_left_out_by_an_option_of_python() -> None:
     program = """
 from tests.models.decoder_runs import train_plainly, two_stages

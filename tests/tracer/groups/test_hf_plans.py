@@ -99,6 +99,15 @@ def test_styles() -> None:
     assert len(found) == 2 * len(first) - 3, "both layers are cut alike"
 
 
+@pytest.mark.parametrize("style", ["rowwise_rep", "rowwise_split_input", "embedding_colwise"])
+def test_layers_between_whole_tensors_are_whole(style: str) -> None:
+    model = Model(embed=style, **{"layers.*.fused": style})
+    model._tp_plan = {"head": "colwise_rep"}
+    cut_paths = layouts(model, hf(model))
+    assert "head.weight" in cut_paths
+    assert not any("embed" in path or "fused" in path for path in cut_paths)
+
+
 def test_a_part_of_a_model_has_a_part_of_its_plan() -> None:
     class LastLayers(nn.Module):
         def __init__(self) -> None:
