@@ -21,7 +21,7 @@ from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
 
 from ..tracer.groups.training import cut_out, region_of
-from .decoder_serving import generated, serve
+from .decoder_serving import generated, generated_without_cache, serve
 from .decoders import BESIDE_ANOTHER, LENGTH, VOCABULARY, class_of, decoder
 
 STEPS, ROWS = 3, 4
@@ -259,8 +259,8 @@ class Outcome:
 
     Attributes:
         kind: "equal" to plain transformers, "refused" by an error of cg, "not yet", "plain fails"
-            if plain transformers raises an error, or "not tried"; of a plan, "brought" by the model
-            or "derived".
+            if plain transformers raises an error, or generates other tokens without its cache, or
+            "not tried"; of a plan, "brought" by the model or "derived".
         reason: why, if there is nothing equal and no plan.
     """
 
@@ -276,6 +276,25 @@ def plan_of(model: nn.Module) -> Outcome:
     tensors = lay_out(model, cg.plans.hf(model, batch=None), cg.whole, mesh(tp=2))
     assert any(tensor.layout is not None for tensor in tensors)
     return Outcome("brought" if plans._names_of(model) else "derived")
+
+
+def served(model: nn.Module, wanted: Mapping[tuple[int, ...], list[int]], folder: Path) -> Outcome:
+    """Whether the engine gives the tokens of `generate`.
+
+    Where `generate` itself gives others without its cache, the engine must give those.
+    """
+    try:
+        serve(model, wanted, folder / "model")
+    except AssertionError:
+        whole = generated_without_cache(model, wanted)
+        if whole == wanted:
+            raise
+        serve(model, whole, folder / "again")
+        reason = (
+            "generate gives other tokens with its cache than without; the engine gives the latter"
+        )
+        return Outcome("plain fails", reason)
+    return Outcome("equal")
 
 
 def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
@@ -296,8 +315,8 @@ def outcome_of(kind: str, shape: str, folder: Path) -> Outcome:
         if shape == PLAN:
             return plan_of(model)
         if shape == SERVED:
-            serve(model, wanted, folder)
-        elif shape == SAVED:
+            return served(model, wanted, folder)
+        if shape == SAVED:
             saved_and_reopened(kind, model, folder)
         else:
             SHAPES[shape](model, plain)

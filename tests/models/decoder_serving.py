@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,14 @@ def generated(model: Any) -> dict[tuple[int, ...], list[int]]:
         tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
         for length in LENGTHS
     ]
+    return {prompt: generate(model, prompt, COUNT) for prompt in prompts}
+
+
+def generated_without_cache(
+    model: Any, prompts: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], list[int]]:
+    """What transformers generates if it computes all keys and values again for each token."""
+    model.generation_config.use_cache = False
     return {prompt: generate(model, prompt, COUNT) for prompt in prompts}
 
 

@@ -117,6 +117,15 @@ def test_states_of_layers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     two_stages(model, train_plainly(model))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [(k, c) for k, row in KNOWN.items() for c, (kind, *_) in row.items() if kind == "plain fails"],
+)
+def test_plain_transformers_fails(kind: str, column: str, tmp_path: Path) -> None:
+    assert outcome_of(kind, column, tmp_path).as_record() == KNOWN[kind][column]
+
+
 def test_outcomes_have_reasons() -> None:
     for kind, row in KNOWN.items():
         for outcome, *reason in row.values():
