@@ -99,13 +99,23 @@ def test_styles() -> None:
     assert len(found) == 2 * len(first) - 3, "both layers are cut alike"
 
 
-@pytest.mark.parametrize("style", ["rowwise_rep", "rowwise_split_input", "embedding_colwise"])
+GATHERED = ("colwise_gather_output", "rowwise_rep", "rowwise_split_input")
+
+
+@pytest.mark.parametrize("style", [*GATHERED, "embedding_colwise"])
 def test_layers_between_whole_tensors_are_whole(style: str) -> None:
     model = Model(embed=style, **{"layers.*.fused": style})
-    model._tp_plan = {"head": "colwise_rep"}
+    model._tp_plan = {}
     cut_paths = layouts(model, hf(model))
-    assert "head.weight" in cut_paths
+    assert cut_paths
     assert not any("embed" in path or "fused" in path for path in cut_paths)
+
+
+@pytest.mark.parametrize("style", GATHERED)
+def test_the_layer_that_makes_logits_is_cut_along_the_vocabulary(style: str) -> None:
+    model = Model()
+    model._tp_plan = {"head": style}
+    assert layouts(model, hf(model))["head.weight"] == f"{Cut(('tp',))},{Cut()}"
 
 
 def test_a_part_of_a_model_has_a_part_of_its_plan() -> None:

@@ -44,8 +44,8 @@ _OUTPUTS = Style(-2, bias=True)
 _INPUTS = Style(-1)
 _STYLES: Mapping[str, Style] = {
     "colwise": _OUTPUTS,
-    "colwise_rep": _OUTPUTS,
-    "colwise_gather_output": _OUTPUTS,
+    "colwise_rep": Style(),
+    "colwise_gather_output": Style(),
     "rowwise": _INPUTS,
     "rowwise_rep": Style(),
     "rowwise_split_input": Style(),
@@ -64,8 +64,10 @@ _STYLES: Mapping[str, Style] = {
 A layer is whole if its neighbours take, or give, whole tensors.
 """
 
-_GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
-"""Styles of layers whose outputs are gathered. So they are whole, but for the one of logits."""
+_GATHERED = frozenset(
+    {"colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input"}
+)
+"""Those of linear layers that are so. The layer that makes logits is cut along the vocabulary."""
 
 _OF_EXPERTS = frozenset(
     {"moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"}
@@ -325,7 +327,13 @@ def _style(model: nn.Module, key: str, name: str) -> Style:
             f"not know; it knows {', '.join(_STYLES)}. Write a plan for it with cg.plan, or take "
             "cg.plans.derived(model)"
         )
-    return Style() if name in _GATHERED and "*" in key else style
+    return _OUTPUTS if name in _GATHERED and _makes_logits(model, key) else style
+
+
+def _makes_logits(model: nn.Module, key: str) -> bool:
+    """Whether a layer is a single one behind the base model, and no repeated layer."""
+    base = _prefix(model)
+    return "*" not in key and not (base and key.startswith(base))
 
 
 def _read(source: object, name: str) -> object:
