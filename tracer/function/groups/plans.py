@@ -111,7 +111,8 @@ def hf(
     only some of them. Arguments of a method `forward` with the names of the model's batched inputs
     are cut along the batch. All other arguments are whole, unless another plan, joined by `|`,
     names them. Where two plans name a tensor or an argument, the first plan counts. If the model's
-    plan gathers the output of a layer, that layer is whole, except the layer that makes logits.
+    plan gathers the output of a layer, or splits its input, that layer is whole. The layer that
+    makes logits is cut along the vocabulary.
 
     Args:
         model: a model of transformers, such as `LlamaForCausalLM`; it may be on the meta device.
