@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils import backend_registration
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .generators import take_generators
 from .host_memory import DEVICE_INDEX, KIND, host_storage, storage_on_device
@@ -51,7 +52,9 @@ def register() -> None:
         )
         _registrations.extend(install(_before))
         take_generators()
-        torch.Tensor.data = _Data(torch._C.TensorBase.data)  # type: ignore[assignment]
+        gradients = _Grad(torch._C.TensorBase.grad)
+        torch.Tensor.grad = gradients  # type: ignore[assignment]
+        torch.Tensor.data = _Data(torch._C.TensorBase.data, gradients)  # type: ignore[assignment]
         _take_clones()
         _take_pinning()
         torch.accelerator.synchronize = _module.synchronize
@@ -156,6 +159,41 @@ class _DeviceGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
+class _Grad:
+    """`torch.Tensor.grad` that stays where it is while its tensor is on another device.
+
+    On devices that torch knows, a tensor whose data are replaced keeps its gradient. Modes see
+    torch's own calls, as with `_Data`.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self._apart: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.__dict__.update(
+            __get__=own.__get__, __set__=own.__set__, __delete__=own.__delete__, __name__="grad"
+        )
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+        if tensor is None:
+            return self
+        apart = self._apart.get(tensor) if self._apart else None
+        return self._own.__get__(tensor, kind) if apart is None else apart
+
+    def __set__(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        self._apart.pop(tensor, None)
+        self._own.__set__(tensor, value)
+
+    def __delete__(self, tensor: torch.Tensor) -> None:
+        self.__set__(tensor, None)
+
+    def keep(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Give a tensor the gradient that it had before its data were replaced."""
+        if gradient.device == tensor.device:
+            self.__set__(tensor, gradient)
+        else:
+            self._apart[tensor] = gradient
+
+
 class _Data:
     """`torch.Tensor.data` that takes a tensor of the device for one of the host, and vice versa.
 
@@ -163,8 +201,9 @@ class _Data:
     as torch does for modes that see all calls, gets torch's own.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, gradients: _Grad) -> None:
         self._own = own
+        self._gradients = gradients
         self.__dict__.update(__get__=own.__get__, __set__=own.__set__, __name__="data")
 
     def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
@@ -178,7 +217,7 @@ class _Data:
         moved = value.detach().requires_grad_(tensor.requires_grad)
         torch._C._swap_tensor_impl(tensor, moved)
         if gradient is not None:
-            tensor.grad = gradient.to(value.device)
+            self._gradients.keep(tensor, gradient)
 
 
 def _take_clones() -> None:

@@ -23,7 +23,8 @@ class FunctionKind(enum.Enum):
     BUILTIN is one of the few functions that every backend provides (`builtins.py`). PROGRAM is a
     program of the module (`Module.bodies`); the pass `inline` replaces its calls by its ops. HOST
     is code of the host that hands over the memory of an actor's state, and keeps no operand; it
-    alone takes and gives tensors in a host's memory (`host_state.py`).
+    alone takes and gives tensors in a host's memory (`host_state.py`). With a `parameter`, it gives
+    the memory where that rests, which is the same each time.
     """
 
     GRAPH = "graph"
@@ -63,8 +64,9 @@ class Function:
             bucket 0, which has all gradients that are in no other bucket.
         offloads: indices of outputs that the user wants in the host's memory while nothing uses
             them, ascending (`cg.offload`).
-        resting: of an opaque function, the bytes of its actor's state that are in the host's memory
-            between such calls (`store="host"`).
+        resting: the bytes in the host's memory that it needs on the device (`store="host"`): of an
+            opaque function, those of its actor's state that it may change; of one that reads a
+            parameter at rest, those of the parameter.
         once: whether a step calls it once for all its uses, as long as nothing changes its actor's
             parameters; it reads them, and takes nothing but results of such functions.
     """

@@ -52,9 +52,11 @@ def _needs_host(op: Op, module: Module, by_hosts: set[Value]) -> str | None:
     """
     if isinstance(op, Call):
         function = module.functions.get(op.fn.name)
-        if function is not None and function.kind is FunctionKind.OPAQUE:
+        if function is None:
+            return None
+        if function.kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"
-        if function is not None and function.kind is FunctionKind.HOST:
+        if function.kind is FunctionKind.HOST and function.parameter is None:
             return f"{op.fn} is the host's"
         return None if op.key is None else f"{op.fn} draws random numbers"
     if isinstance(op, Send | Recv | Collective):

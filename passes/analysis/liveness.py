@@ -6,10 +6,22 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...ir.ops import Asynchronous, Constant, CopyStart, Op, Recv, Return, Slice, Value, View, Wait
-from ...ir.ops.module import Function, Program
+from ...ir.ops import (
+    Asynchronous,
+    Call,
+    Constant,
+    CopyStart,
+    Op,
+    Recv,
+    Return,
+    Slice,
+    Value,
+    View,
+    Wait,
+)
+from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.storage import SharedStorage
-from ...ir.types import FutureType, TensorType, UnitType
+from ...ir.types import FutureType, TensorType, UnitType, is_on_host
 
 # A tuple, as a union of classes would be built anew for each op.
 _PARTS = (View, Slice)
@@ -152,3 +164,23 @@ class Storages:
         for value in values:
             if (storage := self.of(value)) is not None:
                 storage.escapes = True
+
+
+def at_rest(
+    program: Program, functions: Mapping[str, Function], storages: Storages
+) -> dict[LiveStorage, LiveStorage]:
+    """The storages in the memory of the host where state of an actor rests, each with its first.
+
+    All that functions hand over of one actor counts as one memory. A program does not free it.
+    """
+    first: dict[str | None, LiveStorage] = {}
+    same: dict[LiveStorage, LiveStorage] = {}
+    for op in program.ops:
+        function = functions[op.fn.name] if isinstance(op, Call) else None
+        if function is None or function.kind is not FunctionKind.HOST:
+            continue
+        for value in op.results:
+            storage = storages.of(value)
+            if storage is not None and is_on_host(value.type):
+                same[storage] = first.setdefault(function.actor, storage)
+    return same

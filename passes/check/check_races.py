@@ -31,7 +31,7 @@ from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
 from ...ir.verify.alike_programs import groups_alike
 from ..analysis.happens_before import Clocks, HappensBefore, Line
-from ..analysis.liveness import LiveStorage, Storages
+from ..analysis.liveness import LiveStorage, Storages, at_rest
 from ..base import Pass
 
 
@@ -53,6 +53,7 @@ class CheckRaces(Pass):
     - The bytes of an `alloc` overlap with no other that is alive; if they were freed, the `free` is
       known to be over. They are only read as the result of a receive or copy.
     - A copy to the host, or back, uses its operand as a communication does.
+    - The memory of the host where state of an actor rests is one storage.
     - A value that lives in a slot is not handed out as an output, or to an opaque call.
     - When an `all_reduce` with a donated operand starts, all uses of the operand are over, and only
       the result is used afterwards. The operand is the program's own, and in no slot.
@@ -155,6 +156,7 @@ class _RaceChecker:
         self._empty: set[Value] = set()
         # For each value the op that has overwritten its storage, or may have.
         self._overwritten: dict[Value, int] = {}
+        self._at_rest = at_rest(program, module.functions, self._storages)
 
     def run(self) -> Iterator[Diagnostic]:
         for index, op in enumerate(self._program.ops):
@@ -200,6 +202,7 @@ class _RaceChecker:
         storage = self._storages.of(value)
         if storage is None or value in self._from_outside:
             return None
+        storage = self._at_rest.get(storage, storage)
         uses = self._uses.get(storage)
         if uses is None:
             uses = self._uses[storage] = _StorageUses()
@@ -339,7 +342,7 @@ class _RaceChecker:
                 None,
                 "free only what the program makes or receives",
             )
-        if uses is None:
+        if uses is None or self._storages.of(value) in self._at_rest:
             return
         for earlier in {*uses.latest.values(), *uses.written.values()}:
             if not self._is_over(earlier, index):

@@ -18,7 +18,8 @@ class CommonSubexpressionElimination(Pass):
     """Use the first of several ops that compute the same value at the same place.
 
     The ops are constants, views, calls of pure functions, and calls that read an actor while no
-    call changes it in between. All calls that draw random numbers stay. A value that leaves the
+    call changes it in between. All calls that draw random numbers stay, and those that read a
+    parameter on the host: `fsdp` has merged them. A value that leaves the
     plan's control, as an output or an operand of an opaque call, stays as well: its receiver may
     change it, so it needs storage of its own. Microbatches are kept apart, so that none waits for
     another.
@@ -88,6 +89,8 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
 
 
 def _is_repeatable(function: Function) -> bool:
+    if function.resting:
+        return False  # `fsdp` has decided how often a parameter comes from the host
     if function.random or function.kind is FunctionKind.OPAQUE:
         return False
     return function.effect in (Effect.PURE, Effect.READ)

@@ -111,7 +111,8 @@ class _Journey:
     Attributes:
         start: the call that makes the flat tensor: it reads the parameter, or lays the gradient
             out.
-        transfer: the transfer of the flat tensor.
+        transfer: the transfer of the flat tensor; None of a parameter that rests on the host as a
+            whole.
         end: the call that takes the transferred tensor: it makes the parameter, or adds to the
             gradient.
         function: the function of `end`.
@@ -120,11 +121,16 @@ class _Journey:
     """
 
     start: Call
-    transfer: Transfer
+    transfer: Transfer | None
     end: Call
     function: Function
     at: int
     key: Hashable = None
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfer, if there is one."""
+        return () if self.transfer is None else (self.transfer,)
 
     @property
     def path(self) -> str:
@@ -136,7 +142,7 @@ class _Journey:
 
     @property
     def received(self) -> TensorType:
-        return _tensor(self.transfer.result)
+        return self.sent if self.transfer is None else _tensor(self.transfer.result)
 
     @property
     def is_gradient(self) -> bool:
@@ -209,7 +215,7 @@ class _Rewriter:
             groups.setdefault(journey.key, []).append(journey)
         dropped: set[Op] = set()
         for journey in journeys:
-            dropped.update((journey.transfer, journey.end))
+            dropped.update((*journey.transfers, journey.end))
             if not journey.is_gradient:
                 dropped.add(journey.start)
         inserted: dict[int, list[Op]] = {}
@@ -247,10 +253,11 @@ class _Rewriter:
                     versions[state] = versions.get(state, 0) + 1
             if function.parameter is None or function.effect is Effect.READ or not op.operands:
                 continue
-            transfer = makers.get(op.operands[0])
-            if not isinstance(transfer, Transfer):
+            before = makers.get(op.operands[0])
+            transfer = before if isinstance(before, Transfer) else None
+            start = before if transfer is None else makers[transfer.operands[0]]
+            if transfer is None and not self._reads(start):
                 continue
-            start = makers[transfer.operands[0]]
             assert isinstance(start, Call), "a call gives what is handed over"
             journey = _Journey(start, transfer, op, function, index)
             if not journey.is_gradient:
@@ -259,6 +266,13 @@ class _Rewriter:
             journey.key = self._key(journey, version, runs)
             journeys.append(journey)
         return journeys
+
+    def _reads(self, op: Op | None) -> bool:
+        """True if an op reads a parameter at rest."""
+        if not isinstance(op, Call):
+            return False
+        function = self._module.functions[op.fn.name]
+        return function.parameter is not None and function.effect is Effect.READ
 
     def _key(self, journey: _Journey, version: int, runs: _Runs) -> Hashable:
         function = journey.function
@@ -286,7 +300,7 @@ class _Rewriter:
         task = None if spans_step else chosen[0].end.task
         mb = None if spans_step else chosen[0].end.mb
         for journey in chosen:
-            for op in (journey.start, journey.transfer, journey.end):
+            for op in (journey.start, *journey.transfers, journey.end):
                 op.mb = mb
             journey.start.task = journey.end.task = task
         yield from (journey.start for journey in chosen)
@@ -323,7 +337,8 @@ class _Rewriter:
         task = None if spans_step else latest.end.task
         mb = None if spans_step else latest.end.mb
         for journey in chosen:
-            journey.transfer.mb = journey.end.mb = mb
+            for op in (*journey.transfers, journey.end):
+                op.mb = mb
             journey.end.task = task
         pairs = [(journey, totals[journey.path]) for journey in chosen]
         yield from self._travel(pairs, task, Traffic.REDUCE)
@@ -348,12 +363,15 @@ class _Rewriter:
         self, pairs: Sequence[tuple[_Journey, Value]], task: Task | None, traffic: Traffic
     ) -> Iterator[Op]:
         """The transfers: one for each large tensor, and one for all others together."""
+        if any(journey.transfer is None for journey, _ in pairs):
+            return  # each comes from the host by itself
         packed = [pair for pair in pairs if pair[0].piece_bytes < LARGE]
         for journey, value in pairs:
             if len(packed) < 2 or (journey, value) not in packed:
-                journey.transfer.operands = (value,)
-                journey.transfer.traffic = self._traffic(traffic)
-                yield journey.transfer
+                for transfer in journey.transfers:
+                    transfer.operands = (value,)
+                    transfer.traffic = self._traffic(traffic)
+                    yield transfer
         if len(packed) > 1:
             yield from self._packed(packed, task, traffic)
 
@@ -361,7 +379,7 @@ class _Rewriter:
         self, pairs: Sequence[tuple[_Journey, Value]], task: Task | None, traffic: Traffic
     ) -> Iterator[Op]:
         first = pairs[0][0]
-        mb, loc = first.transfer.mb, first.transfer.loc
+        mb, loc = first.end.mb, first.end.loc
         bucket = bucket_of(first.path, self._options.bucket)
         base = f"{first.function.actor}.{bucket}" if bucket else f"{first.function.actor}"
         sends, comes = ("terms", "reduced") if first.is_gradient else ("pieces", "gathered")
@@ -394,7 +412,7 @@ class _Rewriter:
         )
         apart = Call(
             (moved.result,),
-            tuple([journey.transfer.result for journey, _ in pairs]),
+            tuple([transfer.result for journey, _ in pairs for transfer in journey.transfers]),
             fn=Symbol(takes_apart.name),
             loc=loc,
             mb=mb,

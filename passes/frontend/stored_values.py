@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from ...ir.attributes import Effect
-from ...ir.ops import Assemble, Call, Collective, Op, Slice, Transfer, Value, Wait
+from ...ir.ops import Assemble, Call, Collective, CopyStart, Op, Slice, Transfer, Value, Wait
 from ...ir.ops.module import Function, FunctionKind
 
 
@@ -43,11 +43,13 @@ def ways_of(ops: Sequence[Op], functions: Mapping[str, Function]) -> dict[Value,
             function = functions[op.fn.name]
             if function.parameter is not None and way is None:
                 way = Way.PIECE if function.effect is Effect.READ else Way.TERM
+            elif function.parameter is not None and way is Way.PIECE:
+                way = Way.GATHERED  # it comes from the host, and needs no gather
             elif function.parameter is None and function.kind is not FunctionKind.BUILTIN:
                 continue
         elif isinstance(op, Collective | Transfer):
             way = None if way is None else _BEHIND.get(way, way)
-        elif not isinstance(op, Slice | Assemble | Wait):
+        elif not isinstance(op, Slice | Assemble | Wait | CopyStart):
             continue
         if way is not None:
             ways.update(dict.fromkeys(op.results, way))

@@ -106,7 +106,7 @@ def _cuts(
     reasons = _of_hosts(module, program, fabrics, messages)
     in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
     while True:
-        crossing = _crossing(program, reasons)
+        crossing = _crossing(module, program, reasons)
         outside = reasons.keys() | crossing.keys() | _too_little(program, reasons)
         crossing = crossing | _overtaking(program, outside, in_turn)
         if not crossing:
@@ -168,13 +168,14 @@ def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
     return True
 
 
-def _crossing(program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
+def _crossing(module: Module, program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
     """Find receives and collectives that are posted in one part and awaited in another.
 
     A graph ends once all that it has begun has ended. So it does not contain a message that goes on
     while the host works, nor the wait for that message.
 
     Args:
+        module: the module of the program.
         program: the program.
         reasons: the ops that are left to the host so far, by index, with the reason.
 
@@ -195,7 +196,7 @@ def _crossing(program: Program, reasons: Mapping[int, str]) -> dict[int, str]:
             if at is not None and index not in reasons and (at in reasons or at in crossing):
                 crossing[index] = "a wait for what goes on beside that"
     crossing |= _torn(program, reasons, parts)
-    crossing |= _resting(program, reasons, parts)
+    crossing |= _resting(module, program, reasons, parts)
     return crossing | _mates(program, reasons.keys() | crossing.keys())
 
 
@@ -233,11 +234,21 @@ def _torn(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) ->
     }
 
 
-def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
+def _resting(
+    module: Module, program: Program, reasons: Mapping[int, str], parts: Sequence[int]
+) -> dict[int, str]:
     """Find tensors that go to the host in one part and come back in another.
 
-    A graph copies all that it reads from outside into its memory, which is that of the device.
+    A graph copies all that it reads from outside into its memory, which is that of the device. A
+    parameter at rest stays where it is, so a graph may copy from there.
     """
+    functions = module.functions
+    at_rest = {
+        op.results[0]: index
+        for index, op in enumerate(program.ops)
+        if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.HOST
+        if functions[op.fn.name].parameter is not None
+    }
     waits = {op.result: op.operands[0] for op in program.ops if isinstance(op, Wait) and op.results}
     sent = {op.result: i for i, op in enumerate(program.ops) if isinstance(op, CopyStart)}
     apart: dict[int, str] = {}
@@ -246,6 +257,13 @@ def _resting(program: Program, reasons: Mapping[int, str], parts: Sequence[int])
             source = op.operands[0]
             while source in waits and source not in sent:  # a wait brings it to another stream
                 source = waits[source]
+            read = at_rest.get(source)
+            if read is not None:
+                if index in reasons or parts[read] != parts[index]:
+                    apart |= dict.fromkeys(
+                        (read, index), "a parameter that comes to what the host does"
+                    )
+                continue
             if source not in sent:
                 apart[index] = "a copy of state that rests on the host"
                 continue
@@ -387,10 +405,10 @@ def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str 
         hosts: the futures of messages between hosts so far; those of `op` are added.
     """
     if isinstance(op, Call):
-        kind = module.functions[op.fn.name].kind
-        if kind is FunctionKind.OPAQUE:
+        function = module.functions[op.fn.name]
+        if function.kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"
-        if kind is FunctionKind.HOST:
+        if function.kind is FunctionKind.HOST and function.parameter is None:
             return f"{op.fn} hands over memory of the host"
         return f"{op.fn} draws random numbers" if op.key is not None else None
     if isinstance(op, Communication):

@@ -114,8 +114,8 @@ def default_pipeline(
         SchedulePrograms(schedule, prefetch, tasks_in_flight),
         # The order of calls is final, so it is known how long tensors rest.
         Offload() if offload is None else offload,
-        # Copies of activations have been placed, so these go around updates as they stand.
-        RestState(costs=Costs() if offload is None else offload.costs),
+        # Copies of activations have been placed, so those of state go among them as they stand.
+        RestState(prefetch=prefetch, costs=Costs() if offload is None else offload.costs),
         # One rank at a time from here on: hosts post receives early, and waits sink to first uses.
         Overlap(),
         # Receives stand where they are posted, and waits where their results are needed; between

@@ -55,8 +55,8 @@ class ProgramWork:
         costs: for each call that does work of an actor, its units of time.
         actors: for each call of an actor's function, the actor.
         computing: the calls that do work of an actor.
-        ahead: the nodes that begin to gather stored parameters.
-        uses: the nodes that make parameters from gathered pieces.
+        ahead: the nodes that begin to gather stored parameters, or read those on hosts.
+        uses: the nodes that make parameters from what has been gathered or fetched.
         behind: the nodes that take in reduced gradients.
     """
 
@@ -166,9 +166,7 @@ def _find_stored(work: ProgramWork, module: Module) -> None:
             if any(ways.get(value) is Way.PIECE for value in op.operands):
                 work.ahead.add(index)
         elif isinstance(op, Call) and not module.functions[op.fn.name].is_work:
-            taken = {ways[value] for value in op.operands if value in ways}
-            if not taken:
-                taken = {ways[value] for value in op.results if value in ways}
+            taken = {ways[value] for value in op.results if value in ways}
             if len(taken) == 1 and (way := taken.pop()) in kinds:
                 kinds[way].add(index)
 

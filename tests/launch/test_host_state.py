@@ -1,4 +1,7 @@
-"""State of optimizers that rests in the memory of the host: the same bits, and where it is when."""
+"""State that rests in the memory of the host: the same bits, and where it is when.
+
+With "host-state" that is what optimizers keep, with "host" parameters, too.
+"""
 
 from __future__ import annotations
 
@@ -119,28 +122,32 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.parametrize("store", ["host-state", "host"])
 @pytest.mark.parametrize(
     ("optimizer", "updates", "passes"),
     [(adamw, 1, ""), (adamw, 2, "-overlap"), (momentum, 1, "-capture")],
 )
 def test_state_rests_on_the_host_and_values_are_the_same_bits(
-    device: FakeDevice, optimizer: Callable[..., Any], updates: int, passes: str
+    device: FakeDevice, optimizer: Callable[..., Any], updates: int, passes: str, store: str
 ) -> None:
-    plain, resting = (Training(store, optimizer, updates) for store in (None, "host"))
+    plain, resting = (Training(place, optimizer, updates) for place in (None, store))
     expected, compiled = (t.lowered.compile(passes=passes) for t in (plain, resting))
     assert same(plain.run(expected), resting.run(compiled))
     assert same(plain.values, resting.values)
     assert {t.device.type for t in plain.kept} == {"fake"}
     assert {t.device.type for t in resting.kept} == {"cpu"}
+    parameters = [p for layer in resting.layers for p in layer.local.parameters()]
+    assert {p.device.type for p in parameters} == {"cpu" if store == "host" else "fake"}
     moved = compiled.memory_analysis()[0].moved
-    assert moved == updates * bytes_of(resting.kept)
+    at_rest = [*resting.kept, *(parameters if store == "host" else ())]
+    assert moved == updates * bytes_of(at_rest)
     assert expected.memory_analysis()[0].moved == 0
     replays = sum(s.replays for s in compiled._runtimes[0].bound[0][0].segments)
     assert (replays > 0) == (passes != "-capture")
 
 
 def test_memory_is_taken_from_the_fetch_to_the_end_of_the_copy_back(device: FakeDevice) -> None:
-    compiled = Training("host", layers=3).lowered.compile()
+    compiled = Training("host-state", layers=3).lowered.compile()
     plan = compiled.memory_analysis()[0]
     (size,) = {op.result.type.value.nbytes for op in copies(compiled)}
     assert plan.host == plan.moved == 3 * size
@@ -300,7 +307,7 @@ def test_an_actor_on_a_mesh_says_both(device: FakeDevice) -> None:
 
 
 def test_a_limit_of_memory_goes_with_it(device: FakeDevice) -> None:
-    plain, resting = Training(None), Training("host")
+    plain, resting = Training(None), Training("host-state")
     compiled = resting.lowered.compile()
     limit = int(0.9 * compiled.memory_analysis()[0].peak)
     limited = resting.lowered.compile(memory=limit)
@@ -318,7 +325,7 @@ def test_ranks_without_a_device_have_it_on_the_host_anyway() -> None:
 
 
 def test_steps_that_one_rank_drives_are_refused(device: FakeDevice) -> None:
-    layer = cg.actor(Layer).on(0, store="host")(0, adamw)
+    layer = cg.actor(Layer).on(0, store="host-state")(0, adamw)
 
     @cg.trace(inputs=cg.on(0))
     def step(x: Tensor) -> Tensor:
@@ -371,5 +378,5 @@ def test_state_of_all_groups_rests_where_a_step_on_fakes_ends_early() -> None:
     """ASGD reads a number of its state, which a fake lacks, in the first of its groups."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 4)]
     optimizer = torch.optim.ASGD([{"params": [parameter]} for parameter in parameters])
-    state = optimizer_state._after_step(optimizer, parameters, "it")
+    state = optimizer_state._after_step(optimizer, parameters, "it", torch.device("cpu"))
     assert all(state[parameter]["ax"].shape == parameter.shape for parameter in parameters)

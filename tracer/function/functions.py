@@ -47,17 +47,17 @@ from .effects import Effects
 from .float8_weights import Float8Weights, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
-from .opaque_calls import (
-    calls_of_ranks,
+from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
+from .rank_functions import GraphPieces, RankFunctions
+from .resting_calls import (
+    brought_to_rest,
     host_state_of,
-    opaque_body,
-    opaque_results,
-    refuse_tensors,
+    note_used_on,
+    parameters_at_rest,
     resting_bytes,
     resting_guard,
-    strictly,
+    single_rank,
 )
-from .rank_functions import GraphPieces, RankFunctions
 
 
 class Functions:
@@ -120,7 +120,8 @@ class Functions:
             call, joint = self._joint(target, self._with_state(target, call))
         except UsesGradients:
             return self._opaque(target, call, OpaqueMark(), name)
-        return self._functions_of(target, call, joint, ()).function(name)
+        traced = self._functions_of(target, call, joint, ()).function(name)
+        return replace(traced, guard=brought_to_rest(target, traced.guard))
 
     def trace_vjp(
         self,
@@ -163,8 +164,11 @@ class Functions:
     ) -> RankFunctions | MeshFunctions:
         # A torch function has no actor that others could change, so its effects are its own.
         effects = self._effects if isinstance(target, MethodTarget) else Effects()
+        resting = parameters_at_rest(target)
         group = target.group
-        is_cut = group is not None and group.has_layouts
+        if resting and group is None:
+            group = single_rank(target, len(call.signature.values))
+        is_cut = group is not None and (group.has_layouts or bool(resting))
         joint, weights = self._prepared(target, call, joint, is_cut or not between)
         if group is None or not is_cut:
             return RankFunctions(target, call, joint, effects, weights, self._pieces)
@@ -172,7 +176,7 @@ class Functions:
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
             buckets = self._buckets.setdefault(group.actor.name, new)
-        return MeshFunctions(target, call, joint, effects, weights, group, buckets)
+        return MeshFunctions(target, call, joint, effects, weights, group, buckets, resting)
 
     def _prepared(
         self, target: Target, call: TracedCall, joint: Joint, is_allowed: bool
@@ -227,9 +231,10 @@ class Functions:
         if target.group is not None and target.group.actor is not None:
             actor = target.group.actor
             state.tensors = actor.whole(state.tensors, actor.first)
+        note_used_on(target, call, state)
         device = self.device
         if device is None:
-            device = state.tensors[0].tensor.device if state.tensors else call.device
+            device = state.tensors[0].device if state.tensors else call.device
         return replace(call, state=state, argument_objects=objects, device=device)
 
     def _opaque(
@@ -262,7 +267,7 @@ class Functions:
             watch = OperatorWatch(target.group, name)
             body, strict = watch.around(body), watch.around(strict)
         state = host_state_of(target) if declaration.resting else {}
-        guard = resting_guard(target)
+        guard = brought_to_rest(target, resting_guard(target))
         return TracedFunction(declaration, results, (), body, guard, strict, host_state=state)
 
 

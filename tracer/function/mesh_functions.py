@@ -1,4 +1,8 @@
-"""Functions of ranks that hold pieces: their graph is laid out, and cut where they exchange."""
+"""Functions of ranks that hold pieces: their graph is laid out, and cut where they exchange.
+
+An actor whose parameters rest on the host has such functions, too, on one rank as well: its graph
+is cut where a layer is used first.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import Buckets, GradientLayout
 from ..values.group import Group
 from ..values.interface import TracedPart, TracedVjp, Write
+from ..values.optimizer_state import RestingState
 from .call_functions import CallFunctions
 from .groups.stored import Stored
 from .section_programs import SectionProgram
@@ -36,13 +41,15 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
     Attributes:
         group: the ranks that call it.
         buckets: the buckets of the actor's gradients.
+        resting: the parameters that rest on the host, by rank.
     """
 
     group: Group
     buckets: Buckets
+    resting: Mapping[int, RestingState]
 
     def forward(self) -> LaidOutSection:
-        self._refuse_changes([rebind.slot.path for rebind, _ in self.joint.rebinds])
+        self._refuse_forward_changes()
         return self._cutter().forward()
 
     def sections(
@@ -51,7 +58,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         joint = self.joint
         written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
         self._refuse_changes(written, " in its backward")
-        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
+        self._refuse_forward_changes()
         self._refuse_without_gradients()
         self._refuse_offloading()
         cutter = self._cutter()
@@ -73,12 +80,14 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             effect,
             shares,
             loc,
-            None if actor is None else Stored(actor, loc, self.buckets.of),
+            None if actor is None else Stored(actor, loc, self.buckets.of, self.resting),
             self.weights,
             self.buckets.of,
         ).make()
 
     def gradients(self, backward: LaidOutSection) -> Mapping[str, GradientLayout]:
+        if self.target.group is None:
+            return {}
         return {
             tensor.path: GradientLayout(version.layout, self.buckets.of.get(tensor.path, 0))
             for tensor, version in backward.gradients
@@ -89,17 +98,24 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
     ) -> TracedVjp:
         raise TraceError(
             f"@{writes[0].function} may change what the gradient of {self.call.shown} needs: it is "
-            "called between the forward and cg.backward, and the actor is on a mesh",
+            f"called between the forward and cg.backward, and {self._why}",
             loc=writes[0].loc or self.call.loc,
             remedy="call cg.backward first",
         )
+
+    @property
+    def _why(self) -> str:
+        """The reason in words why the call is cut."""
+        if self.target.group is None:
+            return "the parameters of its actor rest on the host"
+        return "its actor is on a mesh"
 
     def _refuse_offloading(self) -> None:
         for node in self.joint.graph.nodes:
             if mark_of(node) == OFFLOAD:
                 raise TraceError(
-                    f"cg.offload is given a value of {self.call.shown}, which the ranks of a mesh "
-                    "compute in pieces",
+                    f"cg.offload is given a value of {self.call.shown}, which is computed in "
+                    f"parts, as {self._why}",
                     loc=self.joint.locations.get(node.name) or self.call.loc,
                     remedy="call cg.keep instead; compile(memory=...) moves pieces to hosts itself",
                 )
@@ -119,6 +135,11 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         # The cast of a weight is cut as the weight is.
         layouts |= {cast_path(path): layout for path, layout in layouts.items()}
         gathered |= {cast_path(path): layout for path, layout in gathered.items()}
+        fetched = {
+            # What draws stays in one part, so that one key seeds all of it.
+            path: None if joint.draws else layer_of(path)
+            for path in self._at_rest.difference(gathered)
+        }
         pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
         layers = {path: layer_of(path) for path in gathered}
         try:
@@ -128,7 +149,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
                 attention=None if actor is None else actor.plan.attention,
                 sequence=() if actor is None else actor.plan.sequence,
             )
-            return SectionCutter(joint, propagation, self._ranks, layers)
+            return SectionCutter(joint, propagation, self._ranks, layers, fetched)
         except LayoutError as error:
             if error.loc is not None:
                 raise
@@ -144,12 +165,27 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             return group.played
         return tuple(dict.fromkeys((group.place.ranks[0], *group.played)))
 
+    def _refuse_forward_changes(self) -> None:
+        joint = self.joint
+        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
+        written = [joint.state[index][1].path for index in sorted(joint.written)]
+        for path in (path for path in written if path in self._at_rest):
+            raise self.call.refusal(
+                f"it writes to '{path}', which rests on the host, so it would write to a copy",
+                "mark the method with @cg.opaque, which finds trained parameters on the device; or "
+                'leave parameters there by store="host-state"',
+            )
+
+    @property
+    def _at_rest(self) -> set[str]:
+        """The paths of the parameters that rest on the host."""
+        return {path for state in self.resting.values() for path in state.paths}
+
     def _refuse_changes(self, changed: Sequence[str], where: str = "") -> None:
         """Refuse a call that gives the state at these paths new tensors, or writes in `where`."""
         if changed:
             raise self.call.refusal(
-                f"it changes '{changed[0]}'{where}, and its actor is on a mesh, with tensors that "
-                "are cut",
+                f"it changes '{changed[0]}'{where}, and is computed in parts, as {self._why}",
                 _WRITE_LATER if where else _WRITE_IN_PLACE,
             )
 

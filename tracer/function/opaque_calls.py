@@ -11,14 +11,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...ir.ops.host_state import HostState
 from ..errors import TraceError, Verbatim
 from ..values.interface import (
-    Bodies,
     Body,
-    Guard,
     MethodTarget,
-    RankBodies,
     Target,
     TracedCall,
     result_spec,
@@ -94,53 +90,6 @@ def calls_of_ranks(target: Target, call: TracedCall) -> dict[int, TracedCall]:
         for rank, instance in actor.instances.items()
     }
     return {rank: replace(call, function=function) for rank, function in of_rank.items()}
-
-
-def resting_bytes(target: Target, call: TracedCall) -> int:
-    """The bytes of state that rests on the host and that a call may use: the most of a rank.
-
-    Raises:
-        TraceError: another actor holds the optimizer; or as `RestingState.prepare` does.
-    """
-    if not isinstance(target, MethodTarget):
-        return 0
-    size = max((state.prepare() for state in target.resting.values()), default=0)
-    for state in target.resting.values():
-        for other in target.shared:
-            if any(map(other.has, state.optimizers)):
-                raise TraceError(
-                    f"the state of an optimizer of {target.actor} rests on the host, and "
-                    f"{other.other} holds this optimizer, too",
-                    loc=call.loc,
-                    remedy='let one actor hold it, or leave store="host" out',
-                )
-    return size
-
-
-def resting_guard(target: Target) -> Guard | None:
-    """The guard of a call that finds all state on the device: none has come to rest since."""
-    states = tuple(target.resting.values()) if isinstance(target, MethodTarget) else ()
-    if not states or any(state.size for state in states):
-        return None
-
-    def check() -> str | None:
-        if not any(state.size for state in states):
-            return None
-        return f"{target.name}: state of optimizers that was not there has come to rest on the host"
-
-    return check
-
-
-def host_state_of(target: Target) -> dict[str, Bodies]:
-    """The bodies that hand over an actor's state on the host, by the names of their functions."""
-    assert isinstance(target, MethodTarget), "actors have state"
-    states, names = target.resting, HostState.of(target.actor)
-    return {
-        names.rest: RankBodies.of({rank: state.rest for rank, state in states.items()}),
-        names.enter: RankBodies.of({rank: state.enter for rank, state in states.items()}),
-        names.leave: RankBodies.of({rank: state.leave for rank, state in states.items()}),
-        names.settle: RankBodies.of({rank: state.settle for rank, state in states.items()}),
-    }
 
 
 def _promised(leaf: Any, call: TracedCall) -> Leaf:

@@ -190,16 +190,28 @@ class SectionProgram:
             if part is not None:
                 inputs = plan.inputs(in_place)
                 for version in inputs:
-                    if version in self.section.state and self.float8 is not None:
-                        sources = self.section.state[version].sources
-                        writer.prepare(version, self.float8, sources)
+                    self._prepare(writer, version)
                 writer.call(part.declaration, inputs, plan.returned)
             for transfer in partition.steps[index][1] if index < len(partition.steps) else ():
                 if transfer in reductions:
                     writer.reduce(reductions[transfer], transfer.before)
                 else:
                     writer.transfer(transfer)
+        for version in self.section.gives:
+            self._prepare(writer, version)
         return writer.end(self.name, self.section.gives)
+
+    def _prepare(self, writer: _SectionWriter, version: Version) -> None:
+        """Compute or fetch a version of state that parts do not read where it lives."""
+        tensor = self.section.state.get(version)
+        if tensor is None or writer.has(version):
+            return
+        if tensor.sources:
+            assert self.float8 is not None, "a plan says what is cast"
+            writer.prepare(version, self.float8, tensor.sources)
+        elif tensor.path in self.section.resting:
+            assert self.stored is not None, "an actor has what rests"
+            writer.gather(self.stored.gathers(tensor.path), version)
 
 
 @dataclass(frozen=True)
@@ -355,6 +367,10 @@ class _SectionWriter:
             op.traffic = Traffic.RING
         self._ops.append(op)
 
+    def has(self, version: Version) -> bool:
+        """True if there is a value of a version."""
+        return version in self._values
+
     def maxima(self, weights: Float8Weights) -> Value:
         """The greatest magnitudes of an actor's weights, which ranks reduce once."""
         if self._maxima is None:
@@ -366,19 +382,15 @@ class _SectionWriter:
         self, version: Version, weights: Float8Weights, sources: Sequence[StateTensor]
     ) -> None:
         """Make a version: the greatest magnitudes of an actor's weights, or the cast of one."""
-        if version in self._values:
-            return
-        maxima = self.maxima(weights)
-        if len(sources) > 1:
-            self._values[version] = maxima
-        else:
-            casts = weights.casts(sources[0].path)
-            self._values[version] = self._hand(casts, (maxima,), version.node.name)
+        value = self.maxima(weights)
+        if len(sources) == 1:
+            value = self._hand(weights.casts(sources[0].path), (value,), version.node.name)
+        self._values[version] = value
 
     def gather(
         self, gather: ParameterGather, version: Version, maxima: Value | None = None
     ) -> None:
-        """Gather a stored parameter; as float8 if there are magnitudes."""
+        """Gather or fetch a stored parameter; as float8 if there are magnitudes."""
         base = version.node.name
         takes = () if maxima is None else (maxima,)
         rest = self._hand(gather.read, takes, f"{base}.rest")
@@ -401,9 +413,9 @@ class _SectionWriter:
         return result
 
     def _travel(self, value: Value, to: TracedPart, name: str) -> Value:
-        """Transfer a value to the layout in which a function takes it."""
+        """Transfer a value to the layout in which a function takes it, if it has another."""
         (type_,) = to.declaration.inputs
-        return self._moved(value, type_, name)
+        return value if value.type == type_ else self._moved(value, type_, name)
 
     def _moved(self, value: Value, type_: ValueType, name: str) -> Value:
         result = Value(self._names.fresh(name), type_)

@@ -327,12 +327,12 @@ def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
     value = tensor.tensor
     if tensor.shape != tuple(value.shape) or is_plain(tensor):
         seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))
-        return (type(value), value.dtype, value.device, tensor.shape, *seen)
+        return (type(value), value.dtype, tensor.device, tensor.shape, *seen)
     strides = (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     flags = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value._is_view())
     is_hooked = bool(value._backward_hooks)
     return (
-        *(type(value), value.dtype, value.device, tuple(value.shape), tensor.shape, strides),
+        *(type(value), value.dtype, tensor.device, tuple(value.shape), tensor.shape, strides),
         *(flags, is_hooked, value.is_inference()),
     )
 

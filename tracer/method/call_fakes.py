@@ -17,7 +17,7 @@ def state_fakes(call: TracedCall, mode: FakeTensorMode) -> list[torch.Tensor]:
     """A fake for each tensor of the state, in order."""
     memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
     return [
-        _plain_fake(tensor.tensor, mode)
+        _plain_fake(tensor.tensor, tensor.device, mode)
         if memory[storage_key(tensor.tensor)] == 1 and is_plain(tensor)
         else _fake_state(tensor, mode)
         for tensor in call.state.tensors
@@ -43,10 +43,10 @@ def input_fakes(
     ]
 
 
-def _plain_fake(real: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _plain_fake(real: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
     """Make what `FakeTensorMode.from_tensor` makes of a plain tensor, ten times as fast."""
     plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-    fake = FakeTensor(mode, plain, real.device)
+    fake = FakeTensor(mode, plain, device)
     if isinstance(real, torch.nn.Parameter):
         fake._is_param = True
     return fake.requires_grad_(real.requires_grad)
@@ -56,9 +56,11 @@ def _fake_state(state: StateTensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake of the logical tensor."""
     real = state.tensor if state.tensor.is_leaf else state.tensor.detach()
     if state.shape == tuple(real.shape):
-        return mode.from_tensor(real, static_shapes=True)
+        known = mode.from_tensor(real, static_shapes=True)
+        known.fake_device = state.device
+        return known
     with mode:
-        fake = torch.empty(state.shape, dtype=real.dtype, device=real.device)
+        fake = torch.empty(state.shape, dtype=real.dtype, device=state.device)
         if isinstance(real, torch.nn.Parameter):
             return torch.nn.Parameter(fake, real.requires_grad)
         return fake.requires_grad_(real.requires_grad)

@@ -50,7 +50,11 @@ def settled(
     try:
         for initialization in joint.initial:
             initialization.change.put(initialization.change.after)
-        call = replace(call, state=collect(call.state.objects[0][0], call.argument_objects))
+        state = collect(call.state.objects[0][0], call.argument_objects)
+        used_on = {id(before.tensor): before.used_on for before in call.state.tensors}
+        for tensor in state.tensors:
+            tensor.used_on = used_on.get(id(tensor.tensor))
+        call = replace(call, state=state)
         second = _without_changes(call, wanted, joint)
     except BaseException:
         for initialization in joint.initial:

@@ -81,12 +81,19 @@ class StateTensor:
     Attributes:
         whole: the shape of the logical tensor, where `tensor` is a piece of one.
         sources: where it is no tensor of the state, but is computed from some, these.
+        used_on: the device where it is used, if it rests on another.
     """
 
     tensor: torch.Tensor
     slots: list[StateAttribute]
     whole: tuple[int, ...] | None = None
     sources: tuple[StateTensor, ...] = ()
+    used_on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device where it is used."""
+        return self.tensor.device if self.used_on is None else self.used_on
 
     @property
     def held(self) -> tuple[StateTensor, ...]:

@@ -1,6 +1,7 @@
-"""Put the gradients of an actor on a mesh into buckets, which are reduced one by one.
+"""Set the gradients of parameters, and put those of an actor on a mesh into buckets.
 
-A backward is cut at its buckets, so that one is reduced while the rest of the backward runs.
+Buckets are reduced one by one. A backward is cut at its buckets, so that one is reduced while the
+rest of the backward runs.
 """
 
 from __future__ import annotations
@@ -8,8 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from ...ir.layout import WHOLE, Layout
 from .actor_state import StateTensor
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set `.grad` of a parameter; the parameter may rest on another device.
+
+    Torch compares devices when `.grad` is set, and not when the data of a parameter are replaced.
+    """
+    if gradient is None or gradient.device == parameter.device:
+        parameter.grad = gradient
+        return
+    at_rest, parameter.data = parameter.data, gradient.detach()
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.data = at_rest
+
 
 BUCKET = 25 << 20
 """The most bytes of a bucket on each rank, unless one gradient is larger; the same as in DDP."""

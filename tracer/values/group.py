@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...ir.layout import WHOLE, Layout
+from ...ir.layout import WHOLE, Layout, volume
 from ...ir.types import Mesh, Place
 from ..errors import TraceError
 from .actor_state import ActorState, StateTensor, collect
@@ -29,6 +29,7 @@ class GroupActor:
         instances: the objects with the pieces of the ranks that this process plays, by rank.
         bucket_bytes: as `Cls.on` takes it.
         memory: the memory that holds pieces, by rank; opaque methods look tensors up there.
+        device: where gradients are, and tensors that do not rest elsewhere; None: on the host.
     """
 
     name: str
@@ -38,6 +39,7 @@ class GroupActor:
     instances: Mapping[int, Any]
     bucket_bytes: int = BUCKET
     memory: dict[int, PieceMemory] = field(default_factory=dict, repr=False)
+    device: torch.device | None = None
 
     @property
     def first(self) -> int:
@@ -83,6 +85,15 @@ class GroupActor:
         """The shape of the logical tensor of which a rank holds a piece."""
         logical = self.logical.get(path)
         return tuple(tensor.shape) if logical is None else logical.shape
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The number of elements of the largest piece of each tensor that is cut, by path."""
+        positions = list(self.mesh.positions.values())
+        return {
+            path: max(volume(layout.region(self.logical[path].shape, at)) for at in positions)
+            for path, layout in self.layouts.items()
+        }
 
     @property
     def layouts(self) -> dict[str, Layout]:

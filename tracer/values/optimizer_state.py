@@ -1,12 +1,12 @@
 """The tensors that optimizers keep for an actor's parameters, element by element.
 
-`RestingState` lets those of an instance rest in the memory of the host.
+`RestingState` lets those of an instance rest in the memory of the host, with its parameters.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import TraceError
 from .actor_state import ActorState, StateTensor, collect
+from .heap.pinned_piece import Key, PinnedMemory, PinnedPiece, PinnedPlace
+from .operators import storage_key
 
 _COUNT = "step"
 """Torch's key for the number of steps, which an optimizer does not keep element by element."""
@@ -63,114 +65,185 @@ def settings_of(trainer: object) -> str:
     """
     groups = trainer.param_groups if isinstance(trainer, torch.optim.Optimizer) else [vars(trainer)]
     words = [
-        ", ".join(f"{name}={_plain(group[name])!r}" for name in group if _is_plain(group[name]))
+        ", ".join(
+            f"{name}={_plain(value)!r}"
+            for name, value in group.items()
+            if name != "params" and _is_plain(value)
+        )
         for group in groups
     ]
     return f"{type(trainer).__name__}({'; '.join(words)})"
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value)) and not any(isinstance(v, torch.Tensor) for v in value)
+        return all(map(_is_plain, value))
     if isinstance(value, torch.Tensor):
         return value.device.type != "meta"
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def move(instance: object, device: torch.device) -> None:
+def move(instance: object, device: torch.device, rests: bool = False) -> None:
     """Move the tensors of an actor to a device, with those that its optimizers keep.
 
     The tensors stay the same objects: an optimizer knows a parameter by its identity.
+
+    Args:
+        instance: the actor.
+        device: the device.
+        rests: whether its parameters stay where they are, since they rest on the host.
     """
     state = collect(instance)
     optimizer_tensors = [entry.tensor for entry in kept_by_optimizers(state)]
+    stay = {id(resting.tensor) for resting in (resting_parameters(state) if rests else ())}
     for tensor in (*(state_tensor.tensor for state_tensor in state.tensors), *optimizer_tensors):
-        tensor.data = tensor.data.to(device)
+        if id(tensor) not in stay:
+            tensor.data = tensor.data.to(device)
 
 
-PinnedMemory = Callable[[int], torch.Tensor]
-"""Takes so many bytes of the host that its device can copy to and from: u8[n]."""
-
-_ALIGNED = 256
-"""Tensors begin at multiples of so many bytes, as torch's allocator has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StatePlace:
-    """The place of a tensor in the memory of an instance's state."""
-
-    start: int
-    like: torch.Tensor
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in a memory, u8[n], from its beginning.
-
-        Its storage is that part of the memory: `torch.save` writes storages as a whole, and none
-        that has tensors of several types.
-        """
-        like = self.like
-        start = memory.storage_offset() + self.start
-        part = memory.untyped_storage()[start : start + like.numel() * like.element_size()]
-        empty = torch.empty(0, dtype=like.dtype, device=memory.device)
-        return empty.set_(part, 0, like.shape, like.stride())
+def resting_parameters(state: ActorState) -> list[StateTensor]:
+    """The parameters of an actor that may rest on the host: contiguous, in memory of their own."""
+    memory = collections.Counter(storage_key(tensor.tensor) for tensor in state.tensors)
+    return [
+        state_tensor
+        for state_tensor in state.tensors
+        if type(tensor := state_tensor.tensor) is torch.nn.Parameter
+        and memory[storage_key(tensor)] == 1
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    ]
 
 
 class RestingState:
-    """The tensors that an instance's optimizers keep, at rest in the memory of the host.
+    """The parameters of an instance, and what its optimizers keep, at rest in the host's memory.
 
-    All of it lies in one piece of pinned memory, so one copy brings it to the device and one back.
-    Tensors stay the same objects: between updates their data are on the host, and while a method
-    may use them on the device. A tensor that somebody has put elsewhere, such as one that a
-    checkpoint has loaded, is brought back at its next use.
+    What an update may change lies in one piece of pinned memory, so one copy brings it to the
+    device and one back. Frozen parameters lie in another, which is only read. Tensors stay the same
+    objects: between updates their data are on the host, and while an opaque method runs, those of
+    the first piece are on the device. Gradients are on the device at all times. A tensor that
+    somebody has put elsewhere, such as one that a checkpoint has loaded, is brought back at its
+    next use.
 
     Args:
         name: the actor's name.
-        instance: the object whose attributes hold the optimizers.
+        instance: the object whose attributes hold the parameters and optimizers.
         pinned: takes memory of the host.
+        device: the device where the tensors are used.
+        has_parameters: whether parameters rest as well; else only what optimizers keep.
+        largest: for parameters of which ranks hold pieces, the elements of the largest piece, by
+            path. Each rank leaves as much room, so that all have equal types.
 
     Attributes:
+        device: as above.
         optimizers: of the instance, when it was prepared last.
-        size: the bytes of the memory that was prepared last.
+        paths: the parameters that rest, by path, when it was prepared last.
     """
 
-    def __init__(self, name: str, instance: object, pinned: PinnedMemory) -> None:
+    def __init__(
+        self,
+        name: str,
+        instance: object,
+        pinned: PinnedMemory,
+        device: torch.device,
+        has_parameters: bool,
+        largest: Mapping[str, int],
+    ) -> None:
+        self.device = device
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.paths: dict[str, torch.Tensor] = {}
         self._name = name
         self._instance = instance
-        self._pinned = pinned
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.size = 0
-        self._places: dict[tuple[int, int, str], _StatePlace] = {}
+        self._has_parameters = has_parameters
+        self._largest = largest
+        self._moving = PinnedPiece(pinned)
+        self._frozen = PinnedPiece(pinned)
         self._expected: dict[tuple[int, str], dict[torch.Tensor, dict[str, Any]]] = {}
-        self._memory: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that an opaque method finds on the device."""
+        return self._moving.size
+
+    def current_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the instance has now."""
+        return optimizers_of(collect(self._instance))
+
+    def current_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that the instance has now and that rest, by path."""
+        if not self._has_parameters:
+            return {}
+        tensors = resting_parameters(collect(self._instance))
+        return {tensor.path: tensor.tensor for tensor in tensors}
 
     def prepare(self) -> int:
-        """Find a place for each tensor, and take the memory for all.
+        """Find a place for each tensor, take the memory for all, and let parameters rest there.
 
         Tensors that the first step of an optimizer makes are known from a step on fakes.
 
         Returns:
-            The bytes of the memory.
+            The bytes that an opaque method finds on the device.
 
         Raises:
             TraceError: nobody can tell what an optimizer keeps.
         """
         state = collect(self._instance)
-        self.optimizers = optimizers_of(state)
-        places: dict[tuple[int, int, str], _StatePlace] = {}
-        end = 0
+        self.optimizers = self.current_optimizers()
+        self.paths = self.current_parameters()
+        room = {id(tensor.tensor): self._largest.get(tensor.path, 0) for tensor in state.tensors}
+        moving: list[tuple[Key, torch.Tensor, int]] = []
+        frozen: list[tuple[Key, torch.Tensor, int]] = []
+        for tensor in self.paths.values():
+            like = torch.empty_like(tensor, device="meta", requires_grad=False)
+            numel = max(like.numel(), room[id(tensor)])
+            (moving if tensor.requires_grad else frozen).append(((0, id(tensor), ""), like, numel))
         for optimizer in self.optimizers:
             for parameter, key, like in self._kept(optimizer):
-                places[id(optimizer), id(parameter), key] = _StatePlace(end, like)
-                size = like.numel() * like.element_size()
-                end += -(-size // _ALIGNED) * _ALIGNED
-        if self._memory is None or _outline(places) != _outline(self._places):
-            self._memory = self._pinned(end)  # what lies in another goes over at its next use
-        self._places, self.size = places, end
-        return end
+                numel = max(like.numel(), room.get(id(parameter), 0))
+                moving.append(((id(optimizer), id(parameter), key), like, numel))
+        self._moving.lay_out(moving)
+        self._frozen.lay_out(frozen)
+        self.come_to_rest()
+        return self.size
+
+    def come_to_rest(self) -> None:
+        """Bring parameters to their places that are elsewhere, as behind a method that failed.
+
+        Where some have been frozen, or are no longer, all get new places.
+        """
+        moving = self._moving.places
+        if any(t.requires_grad != ((0, id(t), "") in moving) for t in self.paths.values()):
+            self.prepare()
+        for tensor in self.paths.values():
+            self._rest(tensor)
+
+    def _rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Bring a parameter to its place, and return all that the place has room for."""
+        key = (0, id(tensor), "")
+        piece = self._moving if key in self._moving.places else self._frozen
+        place = piece.places[key]
+        flat = place.flat(piece.memory)
+        if tensor.data_ptr() != flat.data_ptr() and place.fits(tensor):
+            with torch.no_grad():
+                view = place.view(piece.memory)
+                view.copy_(tensor)
+                tensor.data = view
+        return flat
+
+    def flat(self, path: str) -> torch.Tensor:
+        """The memory of a parameter at rest, in one dimension, with room for the largest piece."""
+        return self._rest(self.paths[path])
 
     def _kept(
         self, optimizer: torch.optim.Optimizer
@@ -181,20 +254,25 @@ class RestingState:
         known = id(optimizer), settings_of(optimizer)
         fakes = self._expected.get(known, {})
         if any(parameter not in fakes for parameter in new):
-            fakes = self._expected[known] = _after_step(optimizer, new, self._name)
+            fakes = self._expected[known] = _after_step(optimizer, new, self._name, self.device)
         for parameter in parameters:  # a frozen one may have state, which another step uses
             kept = optimizer.state.get(parameter) or fakes.get(parameter, {})
             for key, value in kept.items():
                 if _rests(key, value, parameter):
                     yield parameter, key, torch.empty_like(value, device="meta")
 
-    def _held(self) -> Iterator[tuple[_StatePlace, torch.Tensor]]:
-        """The tensors that are there by now, with their places."""
+    def _held(self) -> Iterator[tuple[PinnedPlace, torch.Tensor]]:
+        """The tensors of the piece that moves which are there by now, with their places."""
+        places = self._moving.places
+        for parameter in self.paths.values():
+            place = places.get((0, id(parameter), ""))
+            if place is not None and place.fits(parameter):
+                yield place, parameter
         for optimizer in self.optimizers:
             for parameter, kept in optimizer.state.items():
                 for key, value in kept.items() if isinstance(kept, dict) else ():
-                    place = self._places.get((id(optimizer), id(parameter), key))
-                    if place is not None and _fits(place, value):
+                    place = places.get((id(optimizer), id(parameter), key))
+                    if place is not None and place.fits(value):
                         yield place, value
 
     def _move(self, memory: torch.Tensor) -> None:
@@ -213,9 +291,8 @@ class RestingState:
 
     def rest(self) -> tuple[torch.Tensor, ...]:
         """The memory, with the elements of all tensors that are there."""
-        assert self._memory is not None, "a step that uses the state has been traced"
-        self._move(self._memory)
-        return (self._memory,)
+        self._move(self._moving.memory)
+        return (self._moving.memory,)
 
     def enter(self, memory: torch.Tensor) -> tuple[None]:
         """Let all tensors lie in a copy of the memory, on the device."""
@@ -233,30 +310,17 @@ class RestingState:
         return (None,)
 
 
-def _outline(places: dict[tuple[int, int, str], _StatePlace]) -> list[tuple[Any, ...]]:
-    return [
-        (key, place.start, place.like.shape, place.like.stride(), place.like.dtype)
-        for key, place in places.items()
-    ]
-
-
 def _rests(key: object, value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != _COUNT
 
 
-def _fits(place: _StatePlace, value: object) -> bool:
-    like = place.like
-    return (
-        isinstance(value, torch.Tensor)
-        and (value.shape, value.dtype) == (like.shape, like.dtype)
-        and value.layout is torch.strided
-    )
-
-
 def _after_step(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], name: str
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    name: str,
+    device: torch.device,
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state that an optimizer would have of parameters after a step, as fakes.
+    """The state that an optimizer would have of parameters after a step on a device, as fakes.
 
     Raises:
         TraceError: a step fails on fakes before it has made anything.
@@ -273,7 +337,7 @@ def _after_step(
     with FakeTensorMode(allow_non_fake_inputs=True):
         for parameter in parameters:
             place = parameter.shape, parameter.stride()
-            fake = torch.empty_strided(*place, dtype=parameter.dtype, device=parameter.device)
+            fake = torch.empty_strided(*place, dtype=parameter.dtype, device=device)
             fake.requires_grad_()
             fake.grad = torch.empty_like(fake)
             fakes[id(parameter)] = fake

@@ -9,7 +9,8 @@ that goes by its memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -37,7 +38,7 @@ from ....ir.ops import (
 )
 from ....ir.ops.module import Function, FunctionKind
 from ....ir.types import FutureType, TensorType, UnitType, is_on_host
-from ...base import Body, Port
+from ...base import Body, Port, StatefulBody
 from ...device import Device
 from ...program import instructions as host
 from ...program.binder import Binder
@@ -359,7 +360,19 @@ def _handing_over(body: Body, function: Function) -> Body:
         (memory,) = outputs
         return (HostCopy(memory, tuple(memory.shape), memory.stride(), True),)
 
-    return run
+    return _StatefulRun(run, body.state, body.trained) if isinstance(body, StatefulBody) else run
+
+
+@dataclass(frozen=True)
+class _StatefulRun:
+    """A body with code around it; it works on the same tensors."""
+
+    run: Body
+    state: Callable[[], Sequence[Tensor]]
+    trained: Callable[[], Sequence[Tensor]]
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return self.run(*inputs)
 
 
 def _on_device(body: Body, function: Function, device: Device) -> Body:

@@ -33,7 +33,16 @@ from ..output_buffers import LentTensor, may_be_lent
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
 from .captured import Captured, Interface, Outlasting
-from .tensor_memory import TensorLocation, copy_all, laid_out, layouts, location, storage, storages
+from .tensor_memory import (
+    TensorLocation,
+    copy_all,
+    laid_out,
+    layouts,
+    location,
+    set_gradient,
+    storage,
+    storages,
+)
 
 WARM_UPS = 2
 """Executions that run without graphs before one is captured: libraries make their handles then."""
@@ -207,7 +216,7 @@ class CapturedSegment:
         for register, loan in captured.loans:
             registers[register] = loan.out()
         for parameter, gradient in zip(trained, captured.gradients, strict=True):
-            parameter.grad = gradient
+            set_gradient(parameter, gradient)
         if self.behind is not None:
             self.behind.record(self._order.compute)
 
@@ -249,7 +258,7 @@ class CapturedSegment:
     ) -> None:
         self._registers[:] = values
         for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
+            set_gradient(parameter, gradient)
 
     def _rehearse(
         self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
@@ -403,4 +412,4 @@ class CapturedSegment:
         for register, memory in outlasting.copies:
             registers[register] = memory
         for parameter, memory in uncopied:
-            parameter.grad = memory
+            set_gradient(parameter, memory)

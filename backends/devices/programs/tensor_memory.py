@@ -30,6 +30,21 @@ def storages(values: Sequence[object]) -> frozenset[int]:
     return frozenset(storage(value) for value in values if isinstance(value, Tensor))
 
 
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Set `.grad` of a parameter; the parameter may rest in the memory of the host.
+
+    Torch compares devices when `.grad` is set, and not when the data of a parameter are replaced.
+    """
+    if gradient is None or gradient.device == parameter.device:
+        parameter.grad = gradient
+        return
+    at_rest, parameter.data = parameter.data, gradient.detach()
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.data = at_rest
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy many tensors in one kernel."""
     if targets:

@@ -1,4 +1,4 @@
-"""Functions that gather an actor's stored parameters, and reduce their gradients.
+"""Functions that gather an actor's stored parameters or fetch them, and reduce their gradients.
 
 A parameter that `store=` cuts is gathered before it is used, and its gradient is reduced to the
 pieces. Both travel flat: each rank's piece is padded with zeros to the size of the largest piece,
@@ -26,6 +26,7 @@ from ...graph.codegen.accumulate import accumulate
 from ...values.gradient_buckets import buckets_of
 from ...values.group import GroupActor
 from ...values.interface import Body, RankBodies, TracedPart
+from ...values.optimizer_state import RestingState
 from ...values.pieces import LogicalTensor, piece, put
 from ...values.specs import ir_dtype
 
@@ -38,24 +39,33 @@ class Stored:
         group: the actor.
         loc: the user's line that calls the actor.
         buckets: the buckets of the gradients that are reduced, by path.
+        resting: the parameters that rest on the host, by rank.
     """
 
     group: GroupActor
     loc: Location | None = None
     buckets: Mapping[str, int] = field(default_factory=dict)
+    resting: Mapping[int, RestingState] = field(default_factory=dict)
 
     def __contains__(self, path: str) -> bool:
         return path in self.group.gathered
 
     def gathers(self, path: str) -> ParameterGather:
-        """The gather that comes before each use of a parameter."""
-        logical = self.group.logical[path]
-        flat = FlatParameter.of(logical, self.group.mesh)
+        """What comes before each use of a parameter: its gather, its fetch from the host, or both.
+
+        Without a gather, the second function takes what the first gives.
+        """
         tensors = self._held(path)
-        dtype = ir_dtype(next(iter(tensors.values())).dtype)
+        one = next(iter(tensors.values()))
+        logical = self.group.logical.get(path)
+        if logical is None:  # it was not there when the actor was made, or the actor is on one rank
+            logical = LogicalTensor(path, tuple(one.shape), None, None)
+        flat = FlatParameter.of(logical, self.group.mesh)
+        dtype = ir_dtype(one.dtype)
         rest, full = flat.type(dtype, True), flat.type(dtype, False)
         used = TensorType(dtype, logical.shape, None, logical.used)
         name = f"{self.group.name}.{path}"
+        rests = any(path in state.paths for state in self.resting.values())
         read = Function(
             f"{name}.rest",
             (),
@@ -64,8 +74,14 @@ class Stored:
             actor=self.group.name,
             loc=self.loc,
             parameter=path,
+            resting=flat.numel * one.element_size() if rests else 0,
         )
-        reading = {rank: _PieceReader(tensor, flat.numel) for rank, tensor in tensors.items()}
+        reading: dict[int, Body] = {
+            rank: RestingReader(self.resting[rank], path)
+            if rests
+            else _PieceReader(tensor, flat.numel)
+            for rank, tensor in tensors.items()
+        }
         making = whole_of(name, self.group, flat, full, used, path, self.loc)
         return ParameterGather(_part(read, reading), making)
 
@@ -226,13 +242,13 @@ class FlatParameter:
 
     @staticmethod
     def of(logical: LogicalTensor, mesh: Mesh) -> FlatParameter:
-        """The flat form of a parameter that is cut further where it rests."""
-        assert logical.layout is not None, "a stored parameter is cut"
+        """The flat form of a parameter, which may be cut further where it rests."""
+        layout = logical.layout or Layout((Cut(),) * len(logical.shape))
         used = () if logical.used is None else logical.used.axes
         kept_axes = tuple(axis for axis, _ in mesh.grid if axis in used)
-        rest = set(logical.layout.axes).difference(used)
+        rest = set(layout.axes).difference(used)
         gathered = tuple(axis for axis, _ in mesh.grid if axis in rest)
-        regions = (logical.layout.region(logical.shape, at) for at in mesh.positions.values())
+        regions = (layout.region(logical.shape, at) for at in mesh.positions.values())
         return FlatParameter(logical, mesh, kept_axes, gathered, max(map(volume, regions)))
 
     def type(self, dtype: DType, is_piece: bool, summands: tuple[str, ...] = ()) -> TensorType:
@@ -248,7 +264,8 @@ class FlatParameter:
         for axis in (*self.kept, *self.gathered):
             count *= sizes[axis]
         cut = Cut((*self.kept, *self.gathered) if is_piece else self.kept)
-        return TensorType(dtype, (count,), None, Layout.of((cut,), summands))
+        layout = Layout.of((cut,), summands)
+        return TensorType(dtype, (count,), None, layout if cut.axes or summands else None)
 
     @property
     def is_dense(self) -> bool:
@@ -258,9 +275,9 @@ class FlatParameter:
     def at(self, rank: int) -> PiecePlaces:
         """The pieces that a rank gathers."""
         logical, sizes = self.logical, dict(self.mesh.grid)
-        assert logical.layout is not None, "a stored parameter is cut"
         position = self.mesh.position(rank)
-        used = logical.used or Layout((Cut(),) * len(logical.shape))
+        uncut = Layout((Cut(),) * len(logical.shape))
+        used, layout = logical.used or uncut, logical.layout or uncut
         whole = used.region(logical.shape, position)
         regions = []
         for along in itertools.product(*(range(sizes[axis]) for axis in self.gathered)):
@@ -268,9 +285,7 @@ class FlatParameter:
                 axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)
             }
             regions.append(
-                within(
-                    logical.layout.region(logical.shape, {**position, **gathered_position}), whole
-                )
+                within(layout.region(logical.shape, {**position, **gathered_position}), whole)
             )
         shape = shape_of(whole)
         is_full = all(volume(region) == self.numel for region in regions)
@@ -280,6 +295,8 @@ class FlatParameter:
 
 def _are_rows(regions: Sequence[Region], shape: tuple[int, ...]) -> bool:
     """Whether the regions are consecutive rows of a tensor, and cover it."""
+    if not shape:
+        return len(regions) == 1
     at = 0
     for region in regions:
         rows, *others = region
@@ -308,6 +325,28 @@ class _PieceReader:
     def __call__(self) -> Sequence[Tensor]:
         with torch.no_grad():
             return (filled_up(self.tensor.detach(), self.numel),)
+
+
+@dataclass(frozen=True)
+class RestingReader:
+    """Gives the memory of the host in which a piece rests, flat, with room for the largest piece.
+
+    That memory stays where it is, so a device's graph may copy from it.
+    """
+
+    resting: RestingState
+    path: str
+
+    def state(self) -> Sequence[Tensor]:
+        """The parameter at rest."""
+        return (self.resting.paths[self.path],)
+
+    def trained(self) -> Sequence[Tensor]:
+        """Nothing, as the function changes no gradient."""
+        return ()
+
+    def __call__(self) -> Sequence[Tensor]:
+        return (self.resting.flat(self.path),)
 
 
 def filled_up(tensor: Tensor, numel: int) -> Tensor:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
+from ...values.gradient_buckets import set_gradient
 from .subgraphs import Subgraph, fake_of, results
 
 _ATEN = torch.ops.aten
@@ -95,9 +96,9 @@ def add_product(
     if gradient is None:
         gradient = memory.get(id(parameter))
         if gradient is None:
-            gradient = torch.empty_like(parameter, requires_grad=False)
+            gradient = torch.empty_like(parameter, device=one.device, requires_grad=False)
         torch.mm(one, other, out=gradient.t() if is_transposed else gradient)
-        parameter.grad = gradient
+        set_gradient(parameter, gradient)
     elif gradient.dtype is one.dtype:
         (gradient.t() if is_transposed else gradient).addmm_(one, other)
     else:  # `.grad` has another type, by `Tensor.grad_dtype`, and BLAS cannot add to it

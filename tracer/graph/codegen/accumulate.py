@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ...values.gradient_buckets import set_gradient
+
 
 def accumulate(
     params: list[torch.Tensor],
@@ -33,10 +35,11 @@ def accumulate(
             held.append(existing)
             new.append(gradient)
         elif id(param) in memory:
-            param.grad = memory[id(param)].copy_(gradient)
+            set_gradient(param, memory[id(param)].copy_(gradient))
         elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
-            param.grad = gradient
+            set_gradient(param, gradient)
         else:
-            param.grad = torch.empty_like(param).copy_(gradient)
+            own = torch.empty_like(param, device=gradient.device, requires_grad=False)
+            set_gradient(param, own.copy_(gradient))
     if held:
         torch._foreach_add_(held, new)

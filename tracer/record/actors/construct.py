@@ -37,6 +37,7 @@ class Constructor:
         mesh, plan, store, init, bucket_bytes: the arguments of `Cls.on`.
         peers: the world.
         check: refuses an instance that cannot be on a mesh.
+        rests: whether parameters rest on the host.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Constructor:
     bucket_bytes: int
     peers: Peers
     check: Callable[[Any], None]
+    rests: bool
 
     def make(self, construct: Callable[[], Any], device: torch.device | None) -> GroupActor:
         """Construct the actor in each process that plays a rank of the mesh. Collective.
@@ -78,17 +80,26 @@ class Constructor:
                 if len(played) < len(self.mesh.ranks):
                     content = _content(instance, logical)
                 instances = self._pieces(instance, logical, played, device, state)
-                actor = self._actor({tensor.path: tensor for tensor in logical}, instances)
+                by_path = {tensor.path: tensor for tensor in logical}
+                actor = self._actor(by_path, instances, device)
         except Exception as error:
             failed = error
         self._compare(failed, content, played)
-        return actor if actor is not None else self._actor({}, {})
+        return actor if actor is not None else self._actor({}, {}, device)
 
     def _device(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.init == "meta" else nullcontext()
 
-    def _actor(self, logical: dict[str, LogicalTensor], instances: dict[int, Any]) -> GroupActor:
-        return GroupActor(self.name, self.mesh, self.plan, logical, instances, self.bucket_bytes)
+    def _actor(
+        self,
+        logical: dict[str, LogicalTensor],
+        instances: dict[int, Any],
+        device: torch.device | None,
+    ) -> GroupActor:
+        return GroupActor(
+            *(self.name, self.mesh, self.plan, logical, instances, self.bucket_bytes),
+            device=device,
+        )
 
     def _lay_out(self, instance: Any) -> tuple[LogicalTensor, ...]:
         self.check(instance)
@@ -127,7 +138,7 @@ class Constructor:
             if isinstance(self.init, TensorSource):
                 fill_from(self.init, replica, by_path, self.mesh.position(rank), self.name)
             if device is not None:
-                move(replica, device)
+                move(replica, device, self.rests)
         return dict(zip(played, copies, strict=True))
 
     def _compare(self, failed: Exception | None, content: str, played: Sequence[int]) -> None:

@@ -35,9 +35,14 @@ MANY = 1000
 """The longest container that is searched for parts of a model; longer ones hold data."""
 
 HOST: Final = "host"
-"""The value of `store` that lets state of optimizers rest on the host."""
+"""The value of `store` that lets parameters and the state of optimizers rest on the host."""
 
-Store: TypeAlias = Sharding | Literal["host"] | tuple[Sharding, Literal["host"]]
+HOST_STATE: Final = "host-state"
+"""The value of `store` that lets the state of optimizers alone rest on the host."""
+
+OnHost: TypeAlias = Literal["host", "host-state"]
+
+Store: TypeAlias = Sharding | OnHost | tuple[Sharding, OnHost]
 """Where tensors of an actor are while they are not in use."""
 
 Make: TypeAlias = Callable[..., ActorHandle]
@@ -114,10 +119,12 @@ class ActorFactory:
                 On a mesh or a rank, the layers that compute in float8, by `cg.float8`.
             store: on a mesh, further cuts of the trained tensors while they are not in use. An axis
                 along which the plan cuts a tensor already cuts it no further. "host", on a mesh or
-                a rank: what the actor's optimizers keep for parameters, element by element, rests
-                in pinned memory of the host, and is on the device while an opaque method of the
-                actor runs; a rank without a device has it on the host anyway. A pair, as in
-                `(cg.cut(0, "dp"), "host")`, says both.
+                a rank: contiguous parameters, and what the actor's optimizers keep for parameters,
+                element by element, rest in pinned memory of the host. A traced method gets copies
+                of the parameters on the device, layer by layer. While an opaque method of the actor
+                runs, trained parameters and the state are on the device; frozen ones are not. A
+                rank without a device has all on the host anyway. "host-state": as "host", but for
+                what optimizers keep alone. A pair, as in `(cg.cut(0, "dp"), "host")`, says both.
             init: the origin of the tensors. "whole": the constructor makes them. "meta", on a
                 mesh: the constructor runs on the meta device, and each module is filled by its
                 `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills the
@@ -133,7 +140,8 @@ class ActorFactory:
 
         Raises:
             ActorError: the world has no such rank, a step is being traced, or a method of `cls`
-                has a name that handles use themselves.
+                has a name that handles use themselves; or a plan with `cg.float8` is given for
+                parameters that rest on the host.
             ValueError: `bucket_bytes` is less than 1. The function that is returned raises it if
                 the plan does not fit the class or the mesh, or a source lacks a tensor.
         """
@@ -163,6 +171,12 @@ class ActorFactory:
                     "own attribute; rename the method"
                 )
 
+        if on_host == HOST and isinstance(plan, ShardingPlan) and plan.float8:
+            raise ActorError(
+                f'{shown}: store="host" lets parameters rest on the host, and cg.float8 casts '
+                'weights where they rest, on the device; give store="host-state" for what '
+                "optimizers keep alone, or leave cg.float8 out of the plan"
+            )
         if isinstance(where, Mesh):
             if bucket_bytes < 1:
                 raise ValueError(f"{shown}: bucket_bytes is at least 1, not {bucket_bytes}")
@@ -176,7 +190,8 @@ class ActorFactory:
         if cuts or sharding != whole or init == "meta":
             raise ActorError(
                 f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it; that of one "
-                'rank names layers by cg.float8, and cuts nothing; store is "host" there, if any'
+                'rank names layers by cg.float8, and cuts nothing; store is "host" there, or '
+                '"host-state"'
             )
         layers = own.float8 if isinstance(own, ShardingPlan) else ()
         return lambda *a, **k: self._make(cls, ranks[0], layers, init, on_host, peers, a, k)
@@ -187,7 +202,7 @@ class ActorFactory:
         rank: int,
         layers: tuple[Float8Layers, ...],
         init: Init,
-        on_host: bool,
+        on_host: OnHost | None,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -199,12 +214,12 @@ class ActorFactory:
         name = self.new_name(cls)
         instance: Any = ELSEWHERE
         if peers.plays(rank):
-            instance = self._instance(cls, init, name, args, kwargs)
+            instance = self._instance(cls, init, name, on_host, args, kwargs)
             self._check_float8(name, layers, instance)
         if instance is not ELSEWHERE:
             self._refuse_shared(name, instance, peers)
         held = {} if instance is ELSEWHERE else {rank: instance}
-        resting = self._resting(name, held) if on_host else {}
+        resting = self._resting(name, held, on_host, {})
         handle = ActorHandle(
             name, rank, cls, peers, instance, self.actors, float8=layers, resting=resting
         )
@@ -218,7 +233,7 @@ class ActorFactory:
         store: Sharding,
         init: Init,
         bucket_bytes: int,
-        on_host: bool,
+        on_host: OnHost | None,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -231,20 +246,32 @@ class ActorFactory:
             self._check_float8(name, layers, instance)
 
         layers = plan.float8
-        constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
+        constructor = Constructor(
+            name, cls, mesh, plan, store, init, bucket_bytes, peers, check, on_host == HOST
+        )
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
-        resting = self._resting(name, group.instances) if on_host else {}
+        resting = self._resting(name, group.instances, on_host, group.largest)
         handle = ActorHandle(
             name, mesh.ranks[0], cls, peers, instance, self.actors, group, layers, resting
         )
         return self._entered(handle, peers, (args, kwargs))
 
-    def _resting(self, name: str, instances: Mapping[int, Any]) -> dict[int, RestingState]:
+    def _resting(
+        self,
+        name: str,
+        instances: Mapping[int, Any],
+        on_host: OnHost | None,
+        largest: Mapping[str, int],
+    ) -> dict[int, RestingState]:
         """State on the host, by rank; empty where the host has the tensors anyway."""
-        if self.device() is None:
+        device = self.device()
+        if device is None or on_host is None:
             return {}
-        return {rank: RestingState(name, held, self._pinned) for rank, held in instances.items()}
+        return {
+            rank: RestingState(name, held, self._pinned, device, on_host == HOST, largest)
+            for rank, held in instances.items()
+        }
 
     def _check_float8(self, name: str, layers: tuple[Float8Layers, ...], instance: Any) -> None:
         """Refuse layers that an instance lacks, or that its device does not compute in float8.
@@ -291,16 +318,22 @@ class ActorFactory:
         return handle
 
     def _instance(
-        self, cls: type[Any], init: Init, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        cls: type[Any],
+        init: Init,
+        name: str,
+        on_host: OnHost | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Make the instance, with its tensors on the device of its rank."""
+        """Make the instance, with its tensors on the device of its rank, but for what rests."""
         device = self.device()
         # The constructor runs on the host, so that it draws the same numbers for every device.
         instance = cls(*args, **kwargs)
         if isinstance(init, TensorSource):
             fill_from(init, instance, {}, None, name)
         if device is not None:
-            move(instance, device)
+            move(instance, device, on_host == HOST)
         return instance
 
     def new_name(self, cls: type[Any]) -> str:
@@ -325,17 +358,21 @@ class _On:
         return functools.partial(self._factory.place, owner)
 
 
-def _taken_apart(store: object) -> tuple[Sharding, bool]:
-    """The cuts that `store` names, and whether state of optimizers rests on the host."""
+def _taken_apart(store: object) -> tuple[Sharding, OnHost | None]:
+    """The cuts that `store` names, and what rests on the host, if anything does."""
     parts = store if isinstance(store, tuple) else (store,)
     shardings = [part for part in parts if isinstance(part, Sharding)]
-    on_host = parts.count(HOST)
-    if len(shardings) > 1 or on_host > 1 or len(shardings) + on_host != len(parts) or not parts:
+    on_host: list[OnHost] = [name for name in _ON_HOST if name in parts]
+    count = len(shardings) + len(on_host)
+    if max(len(shardings), len(on_host)) > 1 or count != len(parts) or not parts:
         raise TypeError(
-            f"store={store!r}: it is a sharding, as cg.cut(0, 'dp') makes one, \"host\", or a pair "
-            "of both"
+            f"store={store!r}: it is a sharding, as cg.cut(0, 'dp') makes one, \"host\", "
+            '"host-state", or a pair of a sharding and one of these'
         )
-    return (shardings[0] if shardings else whole), bool(on_host)
+    return (shardings[0] if shardings else whole), (on_host[0] if on_host else None)
+
+
+_ON_HOST: tuple[OnHost, ...] = (HOST, HOST_STATE)
 
 
 def _read_by_constructor(cls: type[Any]) -> dict[str, Any]:

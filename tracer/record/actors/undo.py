@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...values.actor_state import collect
+from ...values.gradient_buckets import set_gradient
 from ...values.heap.snapshot import Snapshot
 from ...values.operators import storage_key
 
@@ -71,7 +72,7 @@ class Undo:
             snapshot.restore()
         for tensor, gradient in self._gradients:
             if tensor.is_leaf:
-                tensor.grad = gradient
+                set_gradient(tensor, gradient)
         with torch.no_grad():
             for memory, copy in self._copies.values():
                 memory.copy_(copy)

@@ -82,7 +82,8 @@ def _norms(
     wide = accumulation_type(common)
     for rank in group.instances:
         own = [state for state in group.state(rank).tensors if state.is_trained]
-        bodies[rank] = _Powers([_counted(group, state, rank) for state in own], norm_type, wide)
+        counted = [_counted(group, state, rank) for state in own]
+        bodies[rank] = _Powers(counted, norm_type, wide, group.device)
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
     layout = Layout.of((WHOLE,), axes, combine) if trained else None
@@ -136,6 +137,7 @@ class _Powers:
     tensors: Sequence[tuple[torch.Tensor, bool]]
     norm_type: float
     wide: torch.dtype
+    device: torch.device | None
 
     def state(self) -> Sequence[torch.Tensor]:
         """Nothing, as the function reads no parameter."""
@@ -153,7 +155,7 @@ class _Powers:
     def _power(self, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
         gradient = tensor.grad
         if gradient is None or not counts or not gradient.numel():
-            return torch.zeros((), dtype=self.wide, device=tensor.device)
+            return torch.zeros((), dtype=self.wide, device=self.device)
         wide = self.wide.to_complex() if gradient.is_complex() else self.wide
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, self.norm_type, dtype=wide)
         return norm if self.norm_type in _OWN_POWERS else norm.pow(self.norm_type)

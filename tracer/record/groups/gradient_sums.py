@@ -24,7 +24,7 @@ from ....ir.ops.names import Names
 from ....ir.packing import LARGE, numel_at_rank, packed
 from ....ir.types import DType, Mesh, TensorType, UnitType, relocate
 from ...errors import TraceError
-from ...values.gradient_buckets import GradientLayout
+from ...values.gradient_buckets import GradientLayout, set_gradient
 from ...values.group import GroupActor
 from ...values.interface import Body, RankBodies, TracedPart
 from ...values.specs import ir_dtype
@@ -276,7 +276,8 @@ class _Bucket:
         for rank in group.instances:
             tensors = group.tensors(rank)
             messages[rank] = [
-                _MessageTensors([tensors[p] for p in m.paths], m.is_flat) for m in self.messages
+                _MessageTensors([tensors[p] for p in m.paths], m.is_flat, group.device)
+                for m in self.messages
             ]
         reading = {rank: _GradientReader(rank_messages) for rank, rank_messages in messages.items()}
         yield TracedPart(self.read, RankBodies.of(reading))
@@ -342,10 +343,14 @@ class _MessageTensors:
 
     tensors: Sequence[torch.Tensor]
     is_flat: bool
+    device: torch.device | None
 
     def read(self) -> torch.Tensor:
         """The gradients as one tensor; a single gradient is not copied if it is contiguous."""
-        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.tensors]
+        grads = [
+            torch.zeros_like(t, device=self.device) if t.grad is None else t.grad
+            for t in self.tensors
+        ]
         if self.is_flat:
             return torch.cat([grad.reshape(-1) for grad in grads])
         return grads[0].contiguous()
@@ -357,9 +362,11 @@ class _MessageTensors:
             return
         parts = torch.split(value.view(-1), [tensor.numel() for tensor in self.tensors])
         for tensor, part in zip(self.tensors, parts, strict=True):
-            if tensor.grad is None:
-                tensor.grad = torch.empty_like(tensor)
-            tensor.grad.copy_(part.view(tensor.shape))
+            gradient = tensor.grad
+            if gradient is None:
+                gradient = torch.empty_like(tensor, device=self.device, requires_grad=False)
+                set_gradient(tensor, gradient)
+            gradient.copy_(part.view(tensor.shape))
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,10 @@ def gradient_norms(actor: Any, norm_type: float, holders: ClippedActors) -> Tens
     A parameter has norm 0 if it has no gradient, or counts for another actor.
     """
     counted_elsewhere = holders.left_to_others(actor)
+    # A parameter may rest on the host, and its gradient does not.
+    device = next((p.grad.device for p in _trained(actor) if p.grad is not None), None)
     norms = [
-        p.new_zeros(())
+        p.new_zeros((), device=device)
         if p.grad is None or id(p) in counted_elsewhere
         else torch.linalg.vector_norm(p.grad, norm_type)
         for p in _trained(actor)

@@ -16,11 +16,11 @@ from torch import fx
 
 from ....values.operators import is_random
 from ...autodiff.subgraphs import has_effect, memory_of
-from ..cases import LayoutError
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
 from .part_order import behind_part_ahead, is_plain_view, is_product, last_of_buckets
 from .rank_graphs import Graphs, Name, build_all, kind, numbered
+from .refusals import draws_late
 from .writes import StateWrites
 
 
@@ -72,6 +72,7 @@ def partition(
     ranks: Collection[int] | None = None,
     stored: Mapping[fx.Node, str] | None = None,
     buckets: Mapping[fx.Node, int] | None = None,
+    resting: Mapping[fx.Node, str] | None = None,
 ) -> Partition:
     """Cut a graph that has layouts.
 
@@ -87,6 +88,8 @@ def partition(
             where a layer is used first.
         buckets: the bucket of each gradient, by the node that computes the gradient. A part ends
             behind the last gradient of a bucket, unless the bucket is the last one.
+        resting: the layer of each placeholder of state that is fetched from the host for its use,
+            and not gathered. A part begins where such a layer is used first, too.
 
     Raises:
         LayoutError: parts would draw random numbers, or write to state and read it, in another
@@ -94,7 +97,8 @@ def partition(
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
     return _Partitioner(
-        propagation, nodes, outputs, transferred, state, chosen, stored or {}, buckets or {}
+        *(propagation, nodes, outputs, transferred, state, chosen),
+        *(stored or {}, buckets or {}, resting or {}),
     ).all()
 
 
@@ -104,12 +108,13 @@ def exchanged(
     outputs: Sequence[Version],
     state: Collection[fx.Node],
     stored: Mapping[fx.Node, str],
+    resting: Mapping[fx.Node, str],
 ) -> frozenset[Version]:
     """The versions that ranks exchange because some nodes read them or `outputs` has them.
 
     Stored state is not among them: it is gathered again wherever it is used.
     """
-    cutter = _Partitioner(propagation, nodes, outputs, (), state, (), stored, {})
+    cutter = _Partitioner(propagation, nodes, outputs, (), state, (), stored, {}, resting)
     return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
@@ -126,9 +131,10 @@ class _Partitioner:
         ranks: Sequence[int],
         stored: Mapping[fx.Node, str],
         buckets: Mapping[fx.Node, int],
+        resting: Mapping[fx.Node, str],
     ) -> None:
         self.propagation = propagation
-        self.stored = stored
+        self.stored, self.resting = stored, resting
         self.opened: dict[str, int] = {}
         self.held: dict[Version, int] = {}
         self.put_off: dict[Version, int] = {}
@@ -154,7 +160,9 @@ class _Partitioner:
             for version in self.reads(node):
                 self._open(version, following)
             levels = [
-                self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
+                self.available(v)
+                for v in self.reads(node)
+                if v.node in own or v.node in resting or v in self.transfers
             ]
             self.level[node] = max([*levels, writes.earliest(node)])
             self._put_behind(node)
@@ -162,7 +170,7 @@ class _Partitioner:
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):
                 if drawn is not None and self.level[node] > drawn:
-                    raise self._draws_late(node)
+                    raise draws_late(node, propagation.locations)
                 drawn = self.level[node] = max(self.level[node], drawn or 0)
             following = max(following, self.level[node] + 1)
             writes.note(node, self.level[node])
@@ -176,22 +184,13 @@ class _Partitioner:
         memories = frozenset(map(memory_of, self.state))
         LocalWrites(propagation, self.level, self.reads, self.transfers, memories).check()
 
-    def _draws_late(self, node: fx.Node) -> LayoutError:
-        """The error that two parts draw random numbers: one key seeds all draws of a call."""
-        return LayoutError(
-            f"{node.target} draws random numbers behind an exchange, where others have been drawn "
-            "before it; so it would not draw what one rank draws",
-            loc=self.propagation.locations.get(node),
-            remedy="draw the numbers without the values that are exchanged, as by torch.rand_like "
-            "or dropout, and use them there; or draw in a method of its own",
-        )
-
     def _open(self, version: Version, level: int) -> None:
-        """Note the level at which a layer is used first: from there on its state is gathered."""
+        """Note the level at which a layer is used first: from there on its state is at hand."""
         transfer = self.transfers.get(version)
         if transfer is None:
-            return
-        if self.is_gather(transfer):
+            if version.node in self.resting:
+                self.opened.setdefault(self.resting[version.node], level)
+        elif self.is_gather(transfer):
             self.opened.setdefault(self.stored[version.node], level)
         else:
             self._open(transfer.before, level)
@@ -279,6 +278,8 @@ class _Partitioner:
     def available(self, version: Version) -> int:
         """The number of exchanges after which a version can be read."""
         transfer = self.transfers.get(version)
+        if transfer is None and version.node in self.resting:
+            return self.opened.get(self.resting[version.node], 0)
         if transfer is None:
             return 0 if version in self.transferred else self.level.get(version.node, 0)
         if self.is_gather(transfer):

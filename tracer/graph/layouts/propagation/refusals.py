@@ -141,3 +141,14 @@ def gradient_refusal(
         loc=loc,
         remedy=f'cut it in the plan as its gradient is: "{path}": {cuts}',
     )
+
+
+def draws_late(node: fx.Node, locations: Mapping[fx.Node, Location]) -> LayoutError:
+    """The error that two parts draw random numbers: one key seeds all draws of a call."""
+    return LayoutError(
+        f"{node.target} draws random numbers behind an exchange, where others have been drawn "
+        "before it; so it would not draw what one rank draws",
+        loc=locations.get(node),
+        remedy="draw the numbers without the values that are exchanged, as by torch.rand_like "
+        "or dropout, and use them there; or draw in a method of its own",
+    )

@@ -35,6 +35,7 @@ class LaidOutSection:
         gradients: the gradients that it adds to `.grad` of the state.
         partition: its parts, and the transfers between them.
         state: the tensors of the state, and those that are computed from them, by their versions.
+        resting: the paths of those that rest on the host.
     """
 
     takes: tuple[Version, ...]
@@ -42,6 +43,7 @@ class LaidOutSection:
     gradients: tuple[tuple[StateTensor, Version], ...]
     partition: Partition
     state: dict[Version, StateTensor]
+    resting: frozenset[str]
 
     @property
     def reads(self) -> tuple[StateTensor, ...]:
@@ -54,8 +56,12 @@ class LaidOutSection:
 
     @property
     def in_place(self) -> dict[Version, StateTensor]:
-        """The tensors that parts read where they live; others are computed from these first."""
-        return {v: tensor for v, tensor in self.state.items() if not tensor.sources}
+        """The tensors that parts read where they live; others are computed or fetched first."""
+        return {
+            version: tensor
+            for version, tensor in self.state.items()
+            if not tensor.sources and tensor.path not in self.resting
+        }
 
     @property
     def graded(self) -> tuple[StateTensor, ...]:
@@ -102,6 +108,8 @@ class SectionCutter:
         propagation: its layouts.
         ranks: the ranks whose graphs are made.
         stored: the layer of each parameter that is gathered for its use, by path.
+        resting: the layer of each that is fetched from the host for its use, by path; None for one
+            that no part begins with.
 
     Attributes:
         buckets: the bucket of each gradient of state, by path; a backward is cut behind the last
@@ -114,6 +122,7 @@ class SectionCutter:
         propagation: Propagation,
         ranks: Collection[int],
         stored: Mapping[str, str],
+        resting: Mapping[str, str | None] | None = None,
     ) -> None:
         self.joint = relabelled(joint, propagation)
         self._propagation = propagation
@@ -129,6 +138,9 @@ class SectionCutter:
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)
         self._stored = {n: stored[t.path] for n, t in self._state.items() if t.path in stored}
+        self._resting = frozenset(resting or ())
+        layers = {n: (resting or {}).get(t.path) for n, t in self._state.items()}
+        self._opening = {n: layer for n, layer in layers.items() if layer is not None}
         self.buckets: Mapping[str, int] = {}
 
     @property
@@ -249,7 +261,8 @@ class SectionCutter:
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
         return partition(
-            self._propagation, chosen, outputs, transferred, state, (), self._stored
+            *(self._propagation, chosen, outputs, transferred, state, (), self._stored),
+            resting=self._opening,
         ).inputs
 
     def _exchanged(
@@ -259,7 +272,7 @@ class SectionCutter:
         state: Collection[fx.Node],
     ) -> frozenset[Version]:
         """The values that ranks exchange and a backward takes, but for those that pass by."""
-        versions = exchanged(self._propagation, nodes, outputs, state, self._stored)
+        versions = exchanged(self._propagation, nodes, outputs, state, self._stored, self._opening)
         return frozenset(v for v in versions if not any(cut.shift for cut in v.layout.cuts))
 
     def _section(
@@ -282,11 +295,12 @@ class SectionCutter:
             self._ranks,
             self._stored,
             buckets,
+            self._opening,
         )
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"
         held = {Version(n, self._propagation.layout(n)): tensor for n, tensor in state.items()}
-        return LaidOutSection(takes, gives, gradients, parts, held)
+        return LaidOutSection(takes, gives, gradients, parts, held, self._resting)
 
 
 def _viewed(cut: BackwardCut, node: fx.Node) -> fx.Node | None:
