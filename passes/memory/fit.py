@@ -11,6 +11,7 @@ from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import Tradeoff
 from ..simulate.memory_plan import MemoryPlan, memory_plan
 from .choice_times import choice_time
+from .parameter_reads import rests
 from .saving_levels import NO_HOSTS, HostMemory, SavingLevels, saving_levels
 
 Limits = Mapping[str, int]
@@ -253,9 +254,18 @@ def _error(plans: Sequence[MemoryPlan], memory: Sequence[int], trials: _Trials) 
         f"values hold {plan.working - plan.inside:,} bytes, of which %{name} is the largest with "
         f"{size:,}, the call holds {plan.inside:,} inside, and slots and inputs hold "
         f"{plan.slots + plan.inputs:,}",
-        "give more memory, smaller or fewer microbatches in flight, or more stages; actors with "
-        'store="host" leave the device what their optimizers keep, which memory= does not count',
+        "give more memory, smaller or fewer microbatches in flight, or more stages; "
+        + (_RESTING if rests(trials.plain(), rank) else _STAYING),
     )
+
+
+_STAYING = (
+    'actors with store="host" leave the device their parameters and what their optimizers keep, '
+    "which memory= does not count"
+)
+_RESTING = (
+    "make layers actors of their own, as an update brings all that an actor trains to the device"
+)
 
 
 def _report(

@@ -36,6 +36,12 @@ class ParameterRead:
     fetched: int = 0
 
 
+def rests(module: Module, rank: int) -> bool:
+    """True if parameters of a rank's program rest on the host."""
+    calls = (op for op in module.program_of(rank).ops if isinstance(op, Call))
+    return any(_hands_over(module, op) and module.functions[op.fn.name].resting for op in calls)
+
+
 def parameter_reads(module: Module, program: Program) -> list[ParameterRead]:
     """The reads of a scheduled program, in the order of their uses."""
     first: dict[Value, int] = {}
