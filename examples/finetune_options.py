@@ -57,7 +57,11 @@ def parse(description: str) -> argparse.Namespace:
         choices=("auto", "step", "task"),
         help="weights in pieces along --dp, --ep and --cp; gathered ones stay for a step or a task",
     )
-    add("--store", choices=("host",), help="what AdamW keeps rests on hosts, beside devices")
+    add(
+        "--store",
+        choices=("host", "host-state"),
+        help="weights and what AdamW keeps rest on hosts, beside devices; or the latter alone",
+    )
     add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
     add("--schedule", default="1f1b", choices=cg.schedules.names())
     add("--memory", help="bytes that a rank's program may hold beside weights, as 40GiB")

@@ -332,7 +332,9 @@ def parse() -> argparse.Namespace:
         choices=("tensorwise", "rowwise"),
         help="compute the blocks' linear layers in float8, with a scale for a tensor, or for a row",
     )
-    parser.add_argument("--store", choices=("host",), help="where AdamW's state is between updates")
+    parser.add_argument(
+        "--store", choices=("host", "host-state"), help="let weights and AdamW's state rest there"
+    )
     parser.add_argument("--memory", help="bytes that a rank's program may hold, as 40GiB")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)

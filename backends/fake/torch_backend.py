@@ -176,11 +176,13 @@ class _Grad:
     def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
         if tensor is None:
             return self
-        apart = self._apart.get(tensor) if self._apart else None
-        return self._own.__get__(tensor, kind) if apart is None else apart
+        if tensor in self._apart:
+            return self._apart[tensor]
+        return self._own.__get__(tensor, kind)
 
     def __set__(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        self._apart.pop(tensor, None)
+        if tensor in self._apart:
+            del self._apart[tensor]
         self._own.__set__(tensor, value)
 
     def __delete__(self, tensor: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ class RestState(Pass):
                 raise error(
                     "state of the actor rests on the host, and one rank starts the executions of "
                     "the step, whose programs move nothing",
-                    op=program.ops[min(resting.at for resting in (*uses, *reads))],
+                    op=program.ops[min((*(use.at for use in uses), *(read.at for read in reads)))],
                     program=program,
                     help='let all ranks run the step, or leave store="host" out',
                 )

@@ -1,4 +1,4 @@
-"""What a call has to do with state of its actor that rests in the memory of the host."""
+"""Calls of methods whose actor has state at rest in the memory of the host."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def resting_parameters(state: ActorState) -> list[StateTensor]:
 class RestingState:
     """The parameters of an instance, and what its optimizers keep, at rest in the host's memory.
 
-    What an update may change lies in one piece of pinned memory, so one copy brings it to the
+    All that an update may change lies in one piece of pinned memory, so one copy brings it to the
     device and one back. Frozen parameters lie in another, which is only read. Tensors stay the same
     objects: between updates their data are on the host, and while an opaque method runs, those of
     the first piece are on the device. Gradients are on the device at all times. A tensor that

@@ -18,11 +18,12 @@ from ...values.actor_state import collect, reach
 from ...values.float8_layers import Float8Layers, check_named, unsupported
 from ...values.gradient_buckets import BUCKET
 from ...values.heap.kinds import TRAINERS
+from ...values.heap.pinned_piece import PinnedMemory
 from ...values.heap.variables import variables_of
 from ...values.holdings import Actors
 from ...values.interface import Peers
 from ...values.mesh import describe
-from ...values.optimizer_state import PinnedMemory, RestingState, move
+from ...values.optimizer_state import RestingState, move
 from ...values.plan import Sharding, ShardingPlan, whole
 from ...values.sharing import plays_all
 from ..session.session import is_tracing
