@@ -86,7 +86,10 @@ def _touches(
     ranks = place.ranks if place is not None else (None,)
     # To a barrier, every effect on its ranks counts as a read, so that these do not conflict.
     touched: list[tuple[State, Effect]] = [(("rank", rank), Effect.READ) for rank in ranks]
-    if function.actor is not None:
+    if function.parameter is not None and function.effect is Effect.READ:
+        # No update changes a parameter: such a read commutes with all but writes, as a sum does.
+        touched += [(("actor", name), Effect.ACCUMULATE) for name, _ in function.touches]
+    elif function.actor is not None:
         touched += [(("actor", name), effect) for name, effect in function.touches]
         if function.effect.is_on_gradients and function.actor in reducing:
             # For the actor's other state, a reduction counts as an accumulation does.

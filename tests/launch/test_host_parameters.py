@@ -21,7 +21,7 @@ from cg.tracer.values.optimizer_state import settings_of
 from tests.backends.devices.patience import loose_device
 from tests.backends.memory import peak_of
 
-WIDTH, BLOCKS, MICROBATCHES = 16, 3, 3
+WIDTH, BLOCKS, MICROBATCHES = 16, 2, 2
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -40,6 +40,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Some layers in one actor."""
 
+    seen: Tensor
+
     def __init__(self, optimizer: Optimizer = ADAMW, frozen: int = 0, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -47,9 +49,11 @@ class Model(nn.Module):
         for block in self.blocks[:frozen]:
             block.requires_grad_(False)
         self.optimizer = optimizer([p for p in self.parameters() if p.requires_grad])
+        self.register_buffer("seen", torch.zeros(()))
         self.clears = True
 
     def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)  # no parameter: it stays on the device, and orders no reads of those
         y: Tensor = self.blocks(x)
         return y
 
@@ -101,7 +105,8 @@ class Training:
         state = self.actor.local.optimizer.state
         kept = [v for p in parameters for v in state.get(p, {}).values() if torch.is_tensor(v)]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return [tensor.detach().cpu() for tensor in (*parameters, *gradients, *kept)]
+        tensors = (*parameters, *gradients, *kept, self.actor.local.seen)
+        return [tensor.detach().cpu() for tensor in tensors]
 
 
 @pytest.fixture
@@ -130,10 +135,10 @@ def is_fetch(op: Op) -> bool:
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        (partial(torch.optim.SGD, lr=0.1), {}),
         (partial(torch.optim.Adam, lr=0.01, foreach=True), {"schedule": "zb-h1"}),
         (partial(ADAMW, foreach=False, amsgrad=True), {"fsdp": cg.fsdp(keep="step")}),
-        (ADAMW, {"passes": "-capture"}),
+        pytest.param(partial(torch.optim.SGD, lr=0.1), {}, marks=pytest.mark.slow),
+        pytest.param(ADAMW, {"passes": "-capture"}, marks=pytest.mark.slow),
     ],
 )
 def test_values_are_the_same_bits(
@@ -206,7 +211,7 @@ def test_the_simulator_knows_the_link(device: FakeDevice) -> None:
 
 
 def test_frozen_parameters_rest_and_updates_do_not_bring_them(device: FakeDevice) -> None:
-    plain, resting = (Training(store, frozen=2) for store in (None, "host"))
+    plain, resting = (Training(store, frozen=1) for store in (None, "host"))
     compiled = resting.lowered.compile()
     assert same(plain.run(plain.lowered.compile()), resting.run(compiled))
     assert same(plain.values, resting.values)
@@ -309,11 +314,11 @@ def test_weights_in_float8_do_not_rest(device: FakeDevice) -> None:
 
 
 def test_a_limit_does_not_advise_what_is_there(device: FakeDevice) -> None:
-    for store, advises in ((None, True), ("host-state", True), ("host", False)):
-        training = Training(store)
-        with pytest.raises(cg.TraceError, match="the least that its program") as refused:
-            training.lowered.compile(memory=100)
-        assert ('store="host"' in str(refused.value)) == advises
+    with pytest.raises(cg.TraceError, match="the least that its program") as refused:
+        Training("host").lowered.compile(memory=100)
+    assert "store=" not in str(refused.value)
+    assert "help: give more memory" in str(refused.value)
+    assert "make layers actors of their own" in str(refused.value)
 
 
 def test_settings_have_what_is_in_tuples_and_dicts() -> None:
