@@ -2,17 +2,20 @@
 
 `rest` gives the memory of the host. `enter` takes a copy of it on the device, in which the actor's
 methods then find the state. `leave` gives that copy with all that they have written, and `settle`
-takes the memory of the host, when it has been filled again.
+takes the memory of the host, when it has been filled again. Functions of kind HOST that have a
+`parameter` give the memory where that rests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..attributes import Effect
 from ..types import DType, MemorySpace, TensorType, UnitType, ValueType
-from .module import Function, FunctionKind, Module
+from . import Call
+from .module import Function, FunctionKind, Module, Program
 
 
 class HostState(NamedTuple):
@@ -52,3 +55,20 @@ class HostState(NamedTuple):
                 ranks=opaque.ranks,
             )
         return names
+
+
+def reads_at_end(program: Program, functions: Mapping[str, Function]) -> bool:
+    """True if parameters at rest are read behind the last update of their actor.
+
+    Copies from the host that stand ahead of an update are done when it has settled.
+    """
+    open_reads: set[str | None] = set()
+    for op in program.ops:
+        function = functions[op.fn.name] if isinstance(op, Call) else None
+        if function is None or function.kind is not FunctionKind.HOST:
+            continue
+        if function.parameter is not None:
+            open_reads.add(function.actor)
+        elif function.name == HostState.of(function.actor or "").settle:
+            open_reads.discard(function.actor)
+    return bool(open_reads)

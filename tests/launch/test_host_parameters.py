@@ -249,6 +249,44 @@ def test_what_is_put_elsewhere_comes_to_rest_again(device: FakeDevice) -> None:
     assert same(*both)
 
 
+class CountingDevice(FakeDevice):
+    """Counts how often the host asks whether the device has come to an event."""
+
+    asked = 0
+
+    def event(self) -> Any:
+        event = super().event()
+        query = event.query
+
+        def counted() -> bool:
+            self.asked += 1
+            return query()
+
+        event.query = counted
+        return event
+
+
+@pytest.mark.parametrize("store", ["host", "host-state"])
+def test_a_step_ends_when_parameters_at_rest_have_been_read(store: str) -> None:
+    """Python may write to them then: the host waits, in replays as well."""
+    device = CountingDevice()
+    with worlds.use_world(SingleRankWorld(device)):
+        actor: Any = cg.actor(Model).on(0, store=store)()
+
+        @cg.trace
+        def step(x: Tensor) -> Tensor:
+            return actor.forward(x)
+
+        x = torch.randn(2, WIDTH)
+        compiled = step.lower(x).compile()
+        for _ in range(5):
+            device.asked = 0
+            compiled(x)
+        (segment,) = compiled._runtimes[0].bound[0][0].segments
+        assert segment.is_replayed
+        assert (device.asked > 0) == (store == "host")
+
+
 def test_checkpoints_have_parameters_at_rest(device: FakeDevice, tmp_path: Path) -> None:
     first, second = Training("host"), Training(None)
     first.run(first.lowered.compile(), 2)

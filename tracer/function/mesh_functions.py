@@ -115,7 +115,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             if mark_of(node) == OFFLOAD:
                 raise TraceError(
                     f"cg.offload is given a value of {self.call.shown}, which is computed in "
-                    f"parts, as {self._why}",
+                    f"pieces, as {self._why}",
                     loc=self.joint.locations.get(node.name) or self.call.loc,
                     remedy="call cg.keep instead; compile(memory=...) moves pieces to hosts itself",
                 )
@@ -185,7 +185,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         """Refuse a call that gives the state at these paths new tensors, or writes in `where`."""
         if changed:
             raise self.call.refusal(
-                f"it changes '{changed[0]}'{where}, and is computed in parts, as {self._why}",
+                f"it changes '{changed[0]}'{where}, and {self._why}",
                 _WRITE_LATER if where else _WRITE_IN_PLACE,
             )
 

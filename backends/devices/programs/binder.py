@@ -29,6 +29,7 @@ from ....ir.ops import (
     Op,
     Recv,
     Reserve,
+    Return,
     RowCollective,
     Send,
     Slice,
@@ -36,10 +37,11 @@ from ....ir.ops import (
     Wait,
     batch_of,
 )
+from ....ir.ops.host_state import reads_at_end
 from ....ir.ops.module import Function, FunctionKind
 from ....ir.types import FutureType, TensorType, UnitType, is_on_host
 from ...base import Body, Port, StatefulBody
-from ...device import Device
+from ...device import Device, DeviceQueue, Event
 from ...program import instructions as host
 from ...program.binder import Binder
 from ...program.code import Code
@@ -204,6 +206,17 @@ class DeviceBinder(Binder):
         else:
             self._issue(op, FetchPort(device, queue))
 
+    def _bind_return(self, op: Return) -> None:
+        """Let the host wait for copies of parameters that rest there, ahead of the end.
+
+        Python of the user may write to the parameters as soon as the execution has ended.
+        """
+        if reads_at_end(self._program, self._module.functions):
+            behind = self.device.event()
+            self._emit(partial(_recorded, behind, self.order.compute), KEEP)
+            self._emit(behind.query, KEEP)
+        super()._bind_return(op)
+
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
         """The instruction that puts a communication op on its stream."""
         order, queue = self.order, self.order.use(port.stream)
@@ -308,6 +321,11 @@ class DeviceBinder(Binder):
             self._ports.pop(future)
         else:
             super()._release(future)
+
+
+def _recorded(event: Event, queue: DeviceQueue) -> bool:
+    event.record(queue)
+    return True
 
 
 _OF_HOST = -1
