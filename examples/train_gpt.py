@@ -162,8 +162,8 @@ def place(
     """A function that makes stages at a home: on one rank, or on a group of data x tensor ranks.
 
     With `stored`, each set of ranks along dp keeps a piece of each weight. With `float8`, a recipe,
-    the layers of the blocks compute in float8. With `rests`, "host", what AdamW keeps is in the
-    memory of hosts between updates.
+    the layers of the blocks compute in float8. With `rests`, "host" or "host-state",
+    weights and what AdamW keeps, or the latter alone, are in the memory of hosts between uses.
     """
     layers = None if float8 is None else cg.float8("blocks.*", recipe=float8)
     size = data * tensor
