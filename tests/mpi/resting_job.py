@@ -118,8 +118,8 @@ def main() -> None:
         assert len(expected) > STEPS
         same = [
             torch.equal(one, other)
-            for found in others
-            for one, other in zip(expected, found, strict=True)
+            for resting in others
+            for one, other in zip(expected, resting, strict=True)
         ]
         print(f"{word} on rank {cg.rank()}: {sum(same)} of {len(same)} are the same bits")
 

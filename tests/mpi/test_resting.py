@@ -25,8 +25,8 @@ def test_values_are_the_same_bits(words: list[str]) -> None:
     job = ["-m", "tests.mpi.resting_job", *words]
     ended = run(2, job, variables=variables, seconds=350, warm=True)
     assert ended.code == 0, ended.output
-    found = re.findall(r"(\S+) on rank (\d): (\d+) of (\d+) are the same bits", ended.output)
-    assert {(word, int(rank)) for word, rank, _, _ in found} == {
+    lines = re.findall(r"(\S+) on rank (\d): (\d+) of (\d+) are the same bits", ended.output)
+    assert {(word, int(rank)) for word, rank, _, _ in lines} == {
         (word, rank) for word in words for rank in (0, 1)
     }
-    assert all(same == count for _, _, same, count in found), ended.output
+    assert all(same == count for _, _, same, count in lines), ended.output
