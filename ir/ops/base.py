@@ -26,6 +26,25 @@ class Value:
         return f"%{self.name}: {self.type}"
 
 
+class DerivedValue(Value):
+    """A value that a pass has added to a rank's program, and named after another one of it.
+
+    So the pass need not run for ranks whose programs are alike: there the value is named after
+    the other one's name at the rank.
+
+    Attributes:
+        source: the value that it is named after.
+        suffix: what its name has behind that of the source.
+    """
+
+    __slots__ = ("source", "suffix")
+
+    def __init__(self, name: str, type: Type, source: Value, suffix: str) -> None:
+        super().__init__(name, type)
+        self.source = source
+        self.suffix = suffix
+
+
 class Adjoint(enum.Enum):
     """The way in which an op's operands get their cotangents from those of its results.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..types import Type
+from .base import DerivedValue, Value
 from .module import Program
 
 
@@ -42,6 +44,10 @@ class Names:
         self._last[stem] = count
         self._used.add(name)
         return name
+
+    def derive(self, source: Value, suffix: str, type_: Type) -> DerivedValue:
+        """A new value that is named after another value of the program."""
+        return DerivedValue(self.fresh(f"{source.name}.{suffix}"), type_, source, suffix)
 
 
 def layer_of(path: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..disjoint_sets import DisjointSets
 from . import Call, Collective, Value
 from .module import Function, Program
 
 
-class SharedStorage:
+class SharedStorage(DisjointSets[Value]):
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the results of waits for it, and with the future
@@ -27,32 +28,13 @@ class SharedStorage:
     def __init__(
         self, program: Program, functions: Mapping[str, Function], collectives: bool = False
     ) -> None:
-        self._parents: dict[Value, Value] = {}
+        super().__init__()
         for op in program.ops:
             if isinstance(op, Call):
                 function = functions.get(op.fn.name)  # the verifier says where one is missing
                 for output, operand in function.aliases if function is not None else ():
-                    self._share(op.results[output], op.operands[operand])
+                    self.join(op.results[output], op.operands[operand])
             elif collectives or not isinstance(op, Collective):
                 shared = op.shared_operand
                 if shared is not None and op.results:
-                    self._share(op.results[0], shared)
-
-    def of(self, value: Value) -> Value:
-        """The value that represents the group of `value`."""
-        parents = self._parents
-        root = parents.get(value)
-        if root is None:
-            return value
-        if root not in parents:
-            return root
-        while (parent := parents.get(root)) is not None:
-            root = parent
-        while value is not root:
-            parents[value], value = root, parents[value]
-        return root
-
-    def _share(self, one: Value, other: Value) -> None:
-        one, other = self.of(one), self.of(other)
-        if one is not other:
-            self._parents[one] = other
+                    self.join(op.results[0], shared)

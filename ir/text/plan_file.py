@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..alike.alike_programs import programs_by_rank
 from ..ops.module import Module
 from ..phases import Phase
 from .parser import parse_module
@@ -125,8 +126,7 @@ class PlanFile:
 
     def _parts(self) -> Iterator[str]:
         yield f"{format_declarations(self.module, locations=True)}\n"
-        by_rank = sorted(self.module.programs, key=lambda program: program.rank or 0)
-        yield from format_programs(by_rank, locations=True)
+        yield from format_programs(programs_by_rank(self.module), locations=True)
         yield TRACED + "".join(f"// {line}\n" for line in self.traced.splitlines())
 
     @staticmethod

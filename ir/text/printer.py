@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields
 from operator import attrgetter
 from typing import Any
 
+from ..alike.alike_programs import read_programs
 from ..attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task, Traffic
 from ..flops import Flops
 from ..layout import Region, format_region
@@ -42,7 +43,7 @@ def format_module(module: Module, locations: bool = False) -> str:
         locations: whether to write the user's line behind each op and function that has one.
     """
     declarations = f"{format_declarations(module, locations)}\n"
-    return "".join((declarations, *format_programs(module.programs, locations), "}\n"))
+    return "".join((declarations, *format_programs(read_programs(module), locations), "}\n"))
 
 
 def format_declarations(module: Module, locations: bool = False) -> str:

@@ -7,12 +7,22 @@ of each channel, or the ends of all ranks of a group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from itertools import pairwise, zip_longest
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ..ops import OP_CLASSES, Collective, Communication, PointToPoint, Recv, Send, attribute_names
+from ..alike.alike_programs import AlikePrograms
+from ..ops import (
+    OP_CLASSES,
+    Collective,
+    Communication,
+    Op,
+    PointToPoint,
+    Recv,
+    Send,
+    attribute_names,
+)
 from ..ops.module import Channel, Module, Program
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
@@ -130,6 +140,52 @@ def unmatched(module: Module) -> Iterator[Diagnostic]:
             yield from _unlike_slot(received, module.channels.get(chan))
     for chan, by_rank in sorted(collectives.items()):
         yield from _unlike_group(by_rank, module.channels.get(chan), ordered)
+
+
+def unmatched_alike(module: Module, alike: AlikePrograms) -> Iterator[Diagnostic]:
+    """What `unmatched` finds in programs that are alike, of those that stand for others.
+
+    Messages of a junction are compared, whichever of its ends have a channel in common.
+    """
+    for id_, channel in module.channels.items():
+        absent = [rank for rank in channel.ranks if (rank, id_) not in alike.ends]
+        if absent and len(absent) < len(channel.ranks):
+            yield Diagnostic(f"rank {absent[0]} has no end of channel {id_}, and others have")
+    ends: dict[tuple[int, int | None], list[_End]] = defaultdict(list)
+    for program in alike.representatives:
+        for op in program.ops:
+            if isinstance(op, Communication) and op.chan is not None:
+                ends[program.rank or 0, op.chan].append((program, op))
+    junctions: dict[int, list[list[_End]]] = defaultdict(list)
+    for end, number in alike.junctions.items():
+        yield from _out_of_order(ends[end], ordered=True)
+        yield from _on_several_streams(ends[end])
+        junctions[number].append(ends[end])
+    for joined in junctions.values():
+        yield from _unlike_junction(joined, module)
+
+
+def _unlike_junction(joined: list[list[_End]], module: Module) -> Iterator[Diagnostic]:
+    """Messages that differ at the ends of a junction; each end is compared with a first one."""
+    sent = [end for end in joined if isinstance(end[0][1], Send)]
+    received = [end for end in joined if isinstance(end[0][1], Recv)]
+    groups = [end for end in joined if isinstance(end[0][1], Collective)]
+    pairs = [(sent[0], end) for end in received] if sent else []
+    pairs += [(end, received[0]) for end in sent] if received else []
+    if len(sent) + len(received) + len(groups) != len(joined) or bool(sent) != bool(received):
+        program, op = joined[0][0]
+        yield Diagnostic(
+            f"channel {op.chan} has ends of different kinds, or lacks some", op, program
+        )
+    for sends, receives in pairs:
+        for one, other in zip_longest(sends, receives):
+            yield from _unlike_ends(one, other)
+            if other is not None:
+                yield from _unlike_slot(other, module.channels.get(other[1].chan or 0))
+    for end in groups[1:]:
+        for one, other in zip_longest(groups[0], end):
+            if one is None or other is None or not _mean_the_same(one[1], other[1], _EQUAL):
+                yield _disagreement(one or end[0], other or end[0])
 
 
 def _out_of_order(ends: list[_End], ordered: bool) -> Iterator[Diagnostic]:
@@ -262,7 +318,9 @@ def _unlike_group(
                 yield _absent(other, channel.ranks[0])
             elif one is not None and other is None:
                 yield _absent(one, rank)
-            elif one is not None and other is not None and not _mean_the_same(one[1], other[1]):
+            elif one is None or other is None:
+                continue
+            elif not _mean_the_same(one[1], other[1], _SHARED):
                 yield _disagreement(one, other)
 
 
@@ -289,21 +347,30 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
     )
 
 
+_Attributes: TypeAlias = Callable[[Communication], Any]
+
+
+def _all_but(names: Set[str]) -> dict[type[Op], _Attributes]:
+    return {
+        cls: attrgetter(*(name for name in attribute_names(cls) if name not in names))
+        for cls in OP_CLASSES.values()
+        if issubclass(cls, Communication)
+    }
+
+
 _LOCAL = frozenset({"task", "stream", "graph"})
-_SHARED = {
-    cls: attrgetter(*(name for name in attribute_names(cls) if name not in _LOCAL))
-    for cls in OP_CLASSES.values()
-    if issubclass(cls, Communication)
-}
+_SHARED = _all_but(_LOCAL)
 """The attributes that are equal at all ranks of a collective; microbatches tell like ones apart."""
+_EQUAL = _all_but(_LOCAL | {"chan", "group"})
+"""Those that are equal at ranks that stand for others, each of which has groups of its own."""
 
 
-def _mean_the_same(one: Communication, other: Communication) -> bool:
-    """True if two ranks' ops may be the same collective."""
-    if type(one) is not type(other):
-        return False
-    shared = _SHARED[type(one)]
-    if shared(one) != shared(other):
+def _mean_the_same(
+    one: Communication, other: Communication, shared: Mapping[type[Op], _Attributes]
+) -> bool:
+    """True if two ranks' ops may be the same collective, as far as some attributes tell."""
+    cls = type(one)
+    if type(other) is not cls or shared[cls](one) != shared[cls](other):
         return False
     one_types, other_types = _shared_types(one), _shared_types(other)
     return len(one_types) == len(other_types) and all(map(same_but_place, one_types, other_types))

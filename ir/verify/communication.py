@@ -25,10 +25,10 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..alike.alike_programs import AlikePrograms
 from ..attributes import Stream
 from ..ops import (
     Asynchronous,
@@ -46,48 +46,7 @@ from ..ops import (
 )
 from ..ops.module import Module, Program
 from ..ops.storage import SharedStorage
-from ..text.diagnostics import IRError
-from .channel_rules import unmatched
-
-
-@dataclass(eq=False, slots=True)
-class Message:
-    """A send and its receive, the parts of a collective, or a copy of one rank.
-
-    Attributes:
-        chan, seq: the channel, and the number of the message on it; of a copy -1, and its number.
-        ends: the op of each rank that takes part.
-        unit: the messages that complete together: those of its batch, or itself alone.
-        previous, following: the messages that use the slot before and after it.
-        waiting: the ranks that are blocked in a wait for it.
-        missing: the number of ends that have not been posted.
-        done: whether it is complete.
-        freed: whether the receiver has freed the slot.
-        ready: the time at which the last end was posted; once done, the time of its completion.
-        start: the time at which it began to travel, once done.
-        wanted: the time at which a rank first came to a wait for it.
-    """
-
-    chan: int
-    seq: int
-    ends: dict[int, Asynchronous] = field(default_factory=dict)
-    unit: tuple[Message, ...] = ()
-    previous: Message | None = None
-    following: Message | None = None
-    waiting: list[int] = field(default_factory=list)
-    missing: int = 0
-    done: bool = False
-    freed: bool = False
-    ready: float = 0.0
-    start: float = 0.0
-    wanted: float = inf
-
-    def __str__(self) -> str:
-        op = next(iter(self.ends.values()))
-        if isinstance(op, CopyStart):
-            return f"copy {self.seq} {'to' if op.is_to_host else 'from'} the host"
-        kind = op.opcode if isinstance(op, Collective) else "message"
-        return f"{kind} {self.seq} of channel {self.chan}"
+from .message_matching import Message, match, match_alike
 
 
 class EventKind(enum.Enum):
@@ -127,56 +86,6 @@ class Stall:
     end: float
 
 
-def match(module: Module) -> dict[tuple[int, int], Message]:
-    """The messages of a scheduled module, by channel and number.
-
-    Raises:
-        IRError: a message lacks an end, or its ends do not agree.
-    """
-    problems = list(unmatched(module))
-    if problems:
-        raise IRError(*problems)
-    messages: dict[tuple[int, int], Message] = {}
-    for program in module.programs:
-        for op in program.ops:
-            if isinstance(op, Communication):
-                chan, seq = op.chan or 0, op.seq or 0
-                message = messages.get((chan, seq))
-                if message is None:
-                    message = messages[chan, seq] = Message(chan, seq)
-                message.ends[program.rank or 0] = op
-                message.missing += 1
-    _link_slots(messages)
-    _link_batches(messages)
-    return messages
-
-
-def _link_batches(messages: dict[tuple[int, int], Message]) -> None:
-    batches: dict[tuple[frozenset[int], int], list[Message]] = {}
-    for message in messages.values():
-        message.unit = (message,)
-        batch = batch_of(next(iter(message.ends.values())))
-        if batch is not None:
-            batches.setdefault((frozenset(message.ends), batch), []).append(message)
-    for unit in batches.values():
-        for message in unit:
-            message.unit = tuple(unit)
-
-
-def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
-    last: dict[tuple[int, int], Message] = {}
-    for key in sorted(messages):
-        message = messages[key]
-        slots = [op.slot for op in message.ends.values() if isinstance(op, Recv)]
-        for slot in slots:
-            if slot is not None:
-                previous = last.get((message.chan, slot))
-                message.previous = previous
-                if previous is not None:
-                    previous.following = message
-                last[message.chan, slot] = message
-
-
 class Progress:
     """The state of a run of all programs of a module.
 
@@ -200,6 +109,7 @@ class Progress:
         buffered: bool = False,
         one_queue: bool = False,
         on_devices: Set[int] = frozenset(),
+        alike: AlikePrograms | None = None,
     ) -> None:
         """Prepare to run the programs of a scheduled module.
 
@@ -214,12 +124,17 @@ class Progress:
             one_queue: whether collectives of all traffic wait for each other, as if on one stream.
             on_devices: the channels whose messages are on devices; hosts may wait for these at
                 each op.
+            alike: what stands for the programs of all ranks, and runs; None: all run.
 
         Raises:
             IRError: a message lacks an end, or its ends do not agree.
         """
-        self.programs = {program.rank or 0: program for program in module.programs}
-        self.messages = match(module)
+        programs = module.programs if alike is None else alike.representatives
+        self.programs = {program.rank or 0: program for program in programs}
+        self.messages = match(module) if alike is None else match_alike(module, alike)
+        self._message_of = {
+            op: message for message in self.messages.values() for op in message.ends.values()
+        }
         self.copies: dict[tuple[int, int], Message] = {}
         self.freed: set[Message] = set()
         self._on_devices = on_devices
@@ -294,7 +209,7 @@ class Progress:
                 if message is not None:
                     events.append((EventKind.WAIT, message, op))
             elif isinstance(op, Communication):
-                message = self.messages[op.chan or 0, op.seq or 0]
+                message = self._message_of[op]
                 promised[op.results[0]] = message
                 received.setdefault(group_of(op.results[0]), []).append(message)
                 events.append((EventKind.POST, message, op))
@@ -334,7 +249,8 @@ class Progress:
         whole = [
             message
             for message in on_device
-            if all(part in on_device for part in message.unit if rank in part.ends)
+            if batch_of(message.ends[rank]) is None
+            or all(part in on_device for part in message.unit if rank in part.ends)
         ]
         for message in whole:
             del on_device[message]

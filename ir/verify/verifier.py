@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..alike.alike_programs import AlikePrograms, alike_programs_of
 from ..attributes import Stream
-from ..ops import Call, Communication, CopyStart, Free, Op, Return, Slice, Value, Wait
+from ..ops import Call, Communication, CopyStart, Free, Op, Return, Value, Wait
 from ..ops.module import Function, FunctionKind, Module, Program, Vjp
 from ..ops.rules import CheckContext, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..text.diagnostics import Diagnostic, IRError
 from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType, is_on_host
-from .alike_programs import OF_RANKS, groups_alike
+from .alike_rules import check_variations
 from .batch_rules import check_batches
 from .body_rules import check_bodies
-from .channel_rules import check_channel, check_channel_op, unmatched
+from .channel_rules import check_channel, check_channel_op, unmatched, unmatched_alike
 from .graph_rules import check_graphs
 from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .parameter_rules import check_parameters
@@ -47,12 +48,15 @@ def verify(module: Module) -> None:
         IRError: the module breaks a rule. There is a diagnostic for each declaration and each op
             that is wrong, with its first problem.
     """
+    alike = alike_programs_of(module) if module.phase is Phase.SCHEDULED else None
+    if alike is not None and next(_problems_of_alike(module, alike), None) is None:
+        return
     problems = [*_declarations(module), *_programs(module)]
     for body in module.bodies.values():
         problems += _ProgramChecker(module, body).check()
-    checkers = _checkers(module)
+    checkers = [_ProgramChecker(module, program) for program in module.programs]
     for checker in checkers:
-        problems += checker.problems
+        problems += checker.check()
     problems += check_bodies(module)
     problems += _actors(module, module.programs)
     if not problems and has_futures(module.phase):
@@ -66,20 +70,22 @@ def verify(module: Module) -> None:
         raise IRError(*problems)
 
 
-def _checkers(module: Module) -> list[_ProgramChecker]:
-    """Those of the programs, which have checked them.
+def _problems_of_alike(module: Module, alike: AlikePrograms) -> Iterator[Diagnostic]:
+    """Problems of a scheduled module, none if there are none.
 
-    Of programs that are alike, the first is checked op by op, and if it is right, of the others
-    only what tells them from it.
+    Of programs that are alike, one is checked op by op, and of the others what tells them from it.
+    If anything is wrong, the programs have to be checked one by one: these problems may name a
+    rank that stands for others.
     """
-    checkers = {program: _ProgramChecker(module, program) for program in module.programs}
-    for first, *others in groups_alike(module.programs, module.channels):
-        checker = checkers[first]
-        checker.problems += checker.check()
-        is_right = not checker.problems and not checker.laid_out
-        for other in map(checkers.__getitem__, others):
-            other.problems += other.check_as_alike() if is_right else other.check()
-    return list(checkers.values())
+    yield from _declarations(module)
+    yield from _lacking(module, alike.ranks)
+    for body in (*module.bodies.values(), *alike.representatives):
+        yield from _ProgramChecker(module, body).check()
+    yield from check_bodies(module)
+    yield from _actors(module, alike.representatives)
+    for group in alike.groups:
+        yield from check_variations(module, group)
+    yield from unmatched_alike(module, alike)
 
 
 def _declarations(module: Module) -> Iterator[Diagnostic]:
@@ -189,6 +195,11 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
                 f"this one has {len(ranks)} programs, of ranks {ranks}"
             )
         return
+    yield from _lacking(module, ranks)
+
+
+def _lacking(module: Module, ranks: Collection[int | None]) -> Iterator[Diagnostic]:
+    """The problem that scheduled programs are not those of all ranks, one each."""
     present = set(ranks)
     lacking = (rank for rank in range(module.world) if rank not in present)
     missing = list(itertools.islice(lacking, _SHOWN))
@@ -237,7 +248,6 @@ class _ProgramChecker:
 
     Attributes:
         laid_out: whether any value so far has a layout, or is at a mesh.
-        problems: those that have been found so far.
     """
 
     def __init__(self, module: Module, program: Program) -> None:
@@ -250,7 +260,6 @@ class _ProgramChecker:
         self._makers: dict[Value, Op] = {}
         self._freed: set[Value] = set()
         self.laid_out = False
-        self.problems: list[Diagnostic] = []
         self._ill: set[Value] = set()
         self._admitted: dict[type[Op], bool] = {}
         self._has_streams = any(op.stream is not None for op in program.ops)
@@ -281,26 +290,6 @@ class _ProgramChecker:
                 self._program,
                 help="write return() even where nothing is returned",
             )
-
-    def check_as_alike(self) -> Iterator[Diagnostic]:
-        """Check what tells the program from one that is alike and right: names, and ops of ranks.
-
-        Where names are not unique, all is checked.
-        """
-        program = self._program
-        values = [*program.params, *(value for op in program.ops for value in op.results)]
-        if len({value.name for value in values}) != len(values):
-            yield from self.check()
-            return
-        for op in program.ops:
-            if isinstance(op, OF_RANKS):
-                try:
-                    op.check(self._context)
-                    if not isinstance(op, Slice):
-                        check_channel_op(op, self._module, program.rank)
-                except Problem as problem:
-                    yield Diagnostic(problem.message, op, program, problem.value, problem.help)
-        yield from check_batches(self._module, program)
 
     def _check_op(self, op: Op, index: int) -> None:
         try:

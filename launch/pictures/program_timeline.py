@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...ir.ops import Call, Op, Recv, Send
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
-from ...ir.verify.communication import Message
+from ...ir.verify.message_matching import Message
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
 from .model import NUDGE, End, Picture, TimeSlice, TrackKey, lay_out

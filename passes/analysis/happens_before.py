@@ -26,7 +26,7 @@ from typing import TypeAlias
 from ...ir.attributes import Stream
 from ...ir.ops import Collective, Communication, Free, Op, Recv, Value, Wait, batch_of
 from ...ir.ops.module import Module, Program
-from ...ir.verify.communication import Message, match
+from ...ir.verify.message_matching import Message, match
 
 Line: TypeAlias = int
 """A line: a channel by its number, or a stream by a negative number."""

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import AlikePrograms, alike_programs_of
 from ...ir.attributes import Stream
-from ...ir.ops import Op, Recv, Send, Wait
-from ...ir.ops.module import Module
+from ...ir.ops import Op, Recv, Send, Wait, batch_of
+from ...ir.ops.module import Channel, Module
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError, error
-from ...ir.verify.communication import EventKind, Message, Progress
+from ...ir.verify.communication import EventKind, Progress
+from ...ir.verify.message_matching import Message
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -51,23 +53,35 @@ class CheckDeadlock(Pass):
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
 
     def run(self, module: Module) -> bool:
-        progress = Progress(module)
-        problems = list(_slots(module, progress))
-        if problems:
-            raise IRError(*problems)
-        if not progress.run():
-            raise _explain(progress)
-        if any(channel.traffic is not None for channel in module.channels.values()):
-            chained = Progress(module, one_queue=True)
-            if not chained.run():
-                raise _explain(chained)
-        on_devices = frozenset(
-            id_ for id_, channel in module.channels.items() if is_by_stream(channel)
-        )
-        if on_devices:
-            waiting = Progress(module, on_devices=on_devices)
-            if not waiting.run():
-                raise _explain(waiting)
+        alike = alike_programs_of(module)
+        if alike is not None and _comes_to_its_end(module, alike):
+            return False
+        for progress in _runs(module):
+            if problems := list(_slots(module, progress)):
+                raise IRError(*problems)
+            if not progress.run():
+                raise _explain(progress)
+        return False
+
+
+def _runs(module: Module, alike: AlikePrograms | None = None) -> Iterator[Progress]:
+    """The runs that have to come to their end, of all programs or of those that stand for them."""
+    yield Progress(module, alike=alike)
+    if any(channel.traffic is not None for channel in module.channels.values()):
+        yield Progress(module, one_queue=True, alike=alike)
+    on_devices = frozenset(id_ for id_, channel in module.channels.items() if is_by_stream(channel))
+    if on_devices:
+        yield Progress(module, on_devices=on_devices, alike=alike)
+
+
+def _comes_to_its_end(module: Module, alike: AlikePrograms) -> bool:
+    """True if the programs that stand for others show that all of them come to their end."""
+    if any(batch_of(op) is not None for program in alike.representatives for op in program.ops):
+        return False
+    try:
+        runs = _runs(module, alike)
+        return all(not any(_slots(module, progress)) and progress.run() for progress in runs)
+    except IRError:
         return False
 
 
@@ -77,32 +91,44 @@ def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
         channel = module.channels[message.chan]
         if channel.collective:
             continue
-        source, destination = channel.ranks
-        send, recv = message.ends[source], message.ends[destination]
-        assert isinstance(send, Send), "an edge has no collectives"
-        assert isinstance(recv, Recv), "an edge has no collectives"
-        program = progress.programs[destination]
-        if send.slot != recv.slot:
-            note = Diagnostic("the other end is here", send, progress.programs[source])
-            yield Diagnostic(
-                f"the two ends of {message} have different slots", recv, program, notes=(note,)
-            )
-        elif recv.slot is None:
-            continue
-        elif channel.slots is not None and not 0 <= recv.slot < channel.slots:
-            yield Diagnostic(
-                f"channel {channel.id} has no slot {recv.slot}, only 0..{channel.slots - 1}",
-                recv,
-                program,
-            )
-        elif message not in progress.freed:
-            yield Diagnostic(
-                f"slot {recv.slot} of channel {channel.id} is never freed after this, "
-                "so no later message can use it",
-                recv,
-                program,
-                help="free the value that its wait gives, after its last use",
-            )
+        for rank, recv in message.ends.items():
+            if isinstance(recv, Recv):
+                yield from _slot(channel, message, rank, recv, progress)
+
+
+def _slot(
+    channel: Channel, message: Message, rank: int, recv: Recv, progress: Progress
+) -> Iterator[Diagnostic]:
+    """The problem with the slot of a receive, if any."""
+    program = progress.programs[rank]
+    unlike = (
+        (source, send)
+        for part in (message.unit if recv.batch is None else (message,))
+        for source, send in part.ends.items()
+        if isinstance(send, Send) and send.slot != recv.slot
+    )
+    for source, send in unlike:
+        note = Diagnostic("the other end is here", send, progress.programs[source])
+        yield Diagnostic(
+            f"the two ends of {message} have different slots", recv, program, notes=(note,)
+        )
+        return
+    if recv.slot is None:
+        return
+    if channel.slots is not None and not 0 <= recv.slot < channel.slots:
+        yield Diagnostic(
+            f"channel {channel.id} has no slot {recv.slot}, only 0..{channel.slots - 1}",
+            recv,
+            program,
+        )
+    elif message not in progress.freed:
+        yield Diagnostic(
+            f"slot {recv.slot} of channel {channel.id} is never freed after this, "
+            "so no later message can use it",
+            recv,
+            program,
+            help="free the value that its wait gives, after its last use",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import alike_programs_of
 from ...ir.ops import (
     Alloc,
     AllReduce,
@@ -29,7 +30,6 @@ from ...ir.ops.module import FunctionKind, Module, Program
 from ...ir.phases import Phase
 from ...ir.text.diagnostics import Diagnostic, IRError
 from ...ir.types import TensorType
-from ...ir.verify.alike_programs import groups_alike
 from ..analysis.happens_before import Clocks, HappensBefore, Line
 from ..analysis.liveness import LiveStorage, Storages, at_rest
 from ..base import Pass
@@ -78,8 +78,14 @@ class CheckRaces(Pass):
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
 
     def run(self, module: Module) -> bool:
+        alike = alike_programs_of(module)
+        if alike is not None:
+            by_itself = _Proof(module, self.blocking, asks_others=False)
+            programs = alike.representatives
+            if next(_problems(module, programs, by_itself), None) is None:
+                return False
         proof = _Proof(module, self.blocking)
-        if shown := list(islice(_problems(module, proof), _SHOWN)):
+        if shown := list(islice(_problems(module, module.programs, proof), _SHOWN)):
             raise IRError(*shown)
         return False
 
@@ -87,28 +93,27 @@ class CheckRaces(Pass):
 _SHOWN = 16
 
 
-def _problems(module: Module, proof: _Proof) -> Iterator[Diagnostic]:
-    """Those of all programs; what a program proves by itself holds for those that are alike."""
-    for first, *others in groups_alike(module.programs, module.channels):
-        checker = _RaceChecker(module, first, proof)
-        is_right = True
-        for problem in checker.run():
-            is_right = False
-            yield problem
-        if not is_right or checker.asks_others:
-            for other in others:
-                yield from _RaceChecker(module, other, proof).run()
+def _problems(module: Module, programs: Sequence[Program], proof: _Proof) -> Iterator[Diagnostic]:
+    for program in programs:
+        yield from _RaceChecker(module, program, proof).run()
 
 
 class _Proof:
-    """Proves that ops are done by the order over all ranks, which is made when it is needed."""
+    """Proves that ops are done by the order over all ranks, which is made when it is needed.
 
-    def __init__(self, module: Module, blocking: bool) -> None:
+    With `asks_others=False` it proves nothing, so that each program has to prove all by itself.
+    Programs that are alike then do so alike.
+    """
+
+    def __init__(self, module: Module, blocking: bool, asks_others: bool = True) -> None:
         self.blocking = blocking
         self._module = module
+        self._asks_others = asks_others
         self._order: HappensBefore | None = None
 
     def is_done(self, program: Program, earlier: int, later: int) -> bool:
+        if not self._asks_others:
+            return False
         if self._order is None:
             self._order = HappensBefore(self._module, self.blocking)
         return self._order.is_done(program.rank or 0, earlier, later)
@@ -132,17 +137,12 @@ class _StorageUses:
 
 
 class _RaceChecker:
-    """Checks one program, op by op.
-
-    Attributes:
-        asks_others: whether the clocks of the program alone have not shown that all is over.
-    """
+    """Checks one program, op by op."""
 
     def __init__(self, module: Module, program: Program, proof: _Proof) -> None:
         self._functions = module.functions
         self._program = program
         self._proof = proof
-        self.asks_others = False
         self._clocks = Clocks.of(program, proof.blocking)
         self._storages = Storages(program, module.functions)
         self._uses: dict[LiveStorage, _StorageUses] = {}
@@ -416,7 +416,6 @@ class _RaceChecker:
     def _is_over(self, earlier: int, later: int) -> bool:
         if self._clocks.is_done(earlier, later):
             return True
-        self.asks_others = True
         return self._proof.is_done(self._program, earlier, later)
 
     def _problem(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import representatives_of
 from ...ir.attributes import Stream, Traffic
 from ...ir.ops import Collective, CopyStart, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import Channel, Module, Program
@@ -56,7 +57,7 @@ class AssignStreams(Pass):
         single = one_by_one(module, self.rendezvous)
         channels = [_streams_of(channel, single) for channel in module.channels.values()]
         streams = dict(zip(module.channels, channels, strict=True))
-        changed = [_assign(program, streams) for program in module.programs]
+        changed = [_assign(program, streams) for program in representatives_of(module)]
         return any(changed)
 
 
@@ -126,7 +127,7 @@ def _bring(
     """Make `op` take `value` on its own stream."""
     there = waited.get((value, stream))
     if there is None:
-        there = Value(names.fresh(f"{value.name}.on_{stream.value}"), value.type)
+        there = names.derive(value, f"on_{stream.value}", value.type)
         waited[value, stream] = there
         ops.append(Wait((value,), (there,), stream=stream, loc=op.loc, mb=op.mb, task=op.task))
     op.operands = tuple([there if operand is value else operand for operand in op.operands])

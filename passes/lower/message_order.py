@@ -15,7 +15,8 @@ from typing import TypeAlias
 from ...ir.ops import Call, Communication, Op, Send
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
-from ...ir.verify.communication import Message, Progress
+from ...ir.verify.communication import Progress
+from ...ir.verify.message_matching import Message
 from .assign_streams import AssignStreams
 
 WORK, TRAVEL, POST = 1.0, 0.1, 0.001

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import representatives_of
 from ...ir.attributes import Effect
 from ...ir.ops import (
     Call,
@@ -99,7 +100,7 @@ class Overlap(Pass):
 
     def run(self, module: Module) -> bool:
         changed = False
-        for program in module.programs:
+        for program in representatives_of(module):
             _refuse_planned(program)
             stays = _not_worth_moving(program.ops, module, self.lookahead)
             late = _wait_late(program.ops, module, self.lookahead, stays)

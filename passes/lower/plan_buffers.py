@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import count_ops, representatives_of, shared_programs
 from ...ir.attributes import Stream
 from ...ir.ops import Call, Copy, CopyStart, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.ops.module import Function, FunctionKind, Module, Program
@@ -66,30 +67,69 @@ class PlanBuffers(Pass):
             return False
         slots: dict[tuple[int, int], int] = {}
         sizes: dict[int, tuple[int, int]] = {}
-        without = _largest_into_buffers(module)
-        before = sum(len(program.ops) for program in module.programs)
-        for program in module.programs:
+        programs = representatives_of(module)
+        without = _largest_into_buffers(programs)
+        before = count_ops(module)
+        for program in programs:
             private = _copy_or_make_private(program, module)
             storages = Storages(program, module.functions)
             ends = _insert_frees(program, storages, private)
             _choose_slots(program, module, ends, slots, sizes)
             _choose_host_slots(program)
-        for program in module.programs:
-            for op in program.ops:
-                if isinstance(op, Send):
-                    op.slot = slots.get((op.chan, op.seq))
+        received = _received_like(module)
+        _set_slots_of_sends(module, received, slots)
         for id_, channel in module.channels.items():
             if not channel.collective:
-                count, size = sizes.get(id_, (0, without.get(id_, 0)))
+                like = received[id_]
+                count, size = sizes.get(like, (0, without.get(like, 0)))
                 module.channels[id_] = replace(channel, slots=count, slot_bytes=size)
         edges = any(not channel.collective for channel in module.channels.values())
-        return edges or before != sum(len(program.ops) for program in module.programs)
+        return edges or before != count_ops(module)
 
 
 def _is_planned(module: Module) -> bool:
     if any(channel.slots is not None for channel in module.channels.values()):
         return True
-    return any(isinstance(op, Free) for program in module.programs for op in program.ops)
+    return any(isinstance(op, Free) for program in representatives_of(module) for op in program.ops)
+
+
+def _received_like(module: Module) -> dict[int, int]:
+    """For each edge the channel by which a program receives that stands for its receiver's."""
+    shared = shared_programs(module)
+    received: dict[int, int] = {}
+    for id_, channel in module.channels.items():
+        if not channel.collective:
+            end = None if shared is None else shared.ends.get((channel.ranks[-1], id_))
+            chan = None if end is None else end[1]
+            received[id_] = id_ if chan is None else chan
+    return received
+
+
+def _set_slots_of_sends(
+    module: Module, received: Mapping[int, int], slots: Mapping[tuple[int, int], int]
+) -> None:
+    """Give each send the slot of its receive.
+
+    Where ranks that are alike send to ranks that are not, they may need different slots. Then each
+    rank gets a program of its own.
+    """
+    shared = shared_programs(module)
+    if shared is not None:
+        chosen: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for (chan, seq), slot in slots.items():
+            chosen[chan].append((seq, slot))
+        at_end: dict[object, list[tuple[int, int]]] = {}
+        for (rank, chan), end in shared.ends.items():
+            channel = module.channels[-1 if chan is None else chan]
+            if not channel.collective and channel.ranks[0] == rank:
+                slots_there = chosen[received[channel.id]]
+                if at_end.setdefault(end, slots_there) != slots_there:
+                    module.programs = list(module.programs)
+                    break
+    for program in representatives_of(module):
+        for op in program.ops:
+            if isinstance(op, Send):
+                op.slot = slots.get((received[op.chan], op.seq))
 
 
 def _copy_or_make_private(program: Program, module: Module) -> set[Recv]:
@@ -115,7 +155,7 @@ def _copy_or_make_private(program: Program, module: Module) -> set[Recv]:
                     private.update(slots)
                     continue
                 names = names or Names.of(program)
-                copy = Value(names.fresh(f"{value.name}.copy"), relocate(value.type, None))
+                copy = names.derive(value, "copy", relocate(value.type, None))
                 stream = _stream_of_copy(op, ops)
                 ops.append(
                     Copy((value,), (copy,), loc=op.loc, mb=op.mb, task=op.task, stream=stream)
@@ -168,13 +208,13 @@ def _insert_frees(
     return ends
 
 
-def _largest_into_buffers(module: Module) -> dict[int, int]:
+def _largest_into_buffers(programs: Sequence[Program]) -> dict[int, int]:
     """For each channel the bytes of the largest message that is received into a buffer.
 
     A transport needs the size of messages even where they have no slot.
     """
     largest: dict[int, int] = {}
-    for program in module.programs:
+    for program in programs:
         for op in program.ops:
             if isinstance(op, Recv) and op.operands:
                 largest[op.chan] = max(largest.get(op.chan, 0), tensor_bytes(op.operands[0].type))

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...ir.alike.alike_programs import count_ops
 from ...ir.ops.clone import clone
 from ...ir.ops.module import Module
 from ...ir.phases import Phase
@@ -204,8 +205,8 @@ def _timed(pass_: Pass, module: Module) -> PassReport:
     start = time.perf_counter()
     changed = pass_.run(module)
     seconds = time.perf_counter() - start
-    ops = sum(len(program.ops) for program in module.programs)
-    return PassReport(pass_.name, seconds, changed, ops, pass_.remarks(module))
+    remarks = pass_.remarks(module)
+    return PassReport(pass_.name, seconds, changed, count_ops(module), remarks)
 
 
 def _check_honesty(report: PassReport, before: str, after: str) -> str:

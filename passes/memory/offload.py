@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from ...ir.alike.alike_programs import representatives_of
 from ...ir.ops import CopyStart, Op, Value, Wait
 from ...ir.ops.module import Module, Program
 from ...ir.ops.names import Names
@@ -79,6 +80,8 @@ class Offload(Pass):
     def run(self, module: Module) -> bool:
         fabrics, amounts = Fabrics(self.ranks), self._amounts()
         changed = False
+        if not any(amounts) and not _has_wanted(module):
+            return False
         for program in module.programs:
             rank = program.rank or 0
             amount = amounts[rank] if rank < len(amounts) else 0
@@ -96,14 +99,23 @@ class Offload(Pass):
         return changed
 
     def remarks(self, module: Module) -> tuple[str, ...]:
-        copies = [
-            op for program in module.programs for op in program.ops if isinstance(op, CopyStart)
-        ]
-        count = sum(op.is_to_host for op in copies)
+        count = 0
+        if _has(module, lambda op: isinstance(op, CopyStart)):
+            ops = (op for program in module.programs for op in program.ops)
+            count = sum(isinstance(op, CopyStart) and op.is_to_host for op in ops)
         return (f"{count} tensors rest in the memory of hosts",) if count else ()
 
     def __str__(self) -> str:
         return str(replace(self, costs=Costs())) if self.costs != Costs() else Pass.__str__(self)
+
+
+def _has(module: Module, is_meant: Callable[[Op], bool]) -> bool:
+    """True if a program has an op that is meant; of those that are alike one is asked."""
+    return any(is_meant(op) for p in representatives_of(module) for op in p.ops)
+
+
+def _has_wanted(module: Module) -> bool:
+    return _has(module, lambda op: any(True for _ in wanted(op, module.functions)))
 
 
 def _refuse(module: Module, program: Program, driven: bool) -> None:

@@ -83,6 +83,8 @@ class RestState(Pass):
     def run(self, module: Module) -> bool:
         fabrics = Fabrics(self.ranks)
         changed = False
+        if not self.ranks:
+            return False
         for program in module.programs:
             if fabrics.of_rank(program.rank or 0) is None:
                 continue

@@ -56,10 +56,15 @@ class LocalFunctions:
         return symbol
 
     def note(self, op: Call) -> None:
-        """Note a call that runs on several ranks."""
+        """Note a call that runs on several ranks; its functions are declared in this order."""
         function = self._module.functions[op.fn.name]
-        if function.actor is not None and op.place is not None:
+        if op.place is None:
+            return
+        if function.actor is not None:
             self._ranks[function.name] = op.place.ranks
+        if function.name in self._laid_out and (function.name, op.place) not in self._symbols:
+            for rank in op.place.ranks:
+                self.of(op, rank)
 
     def finish(self) -> None:
         """Replace the declarations of the module by those at local shapes."""

@@ -12,7 +12,8 @@ from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.diagnostics import error
 from ...ir.types import tensor_bytes
-from ...ir.verify.communication import Message, Progress, Stall, TimeSpan
+from ...ir.verify.communication import Progress, Stall, TimeSpan
+from ...ir.verify.message_matching import Message
 from .memory_plan import memory_plan
 from .program_times import ProgramTimes, RankTimes
 

@@ -8,7 +8,7 @@ from cg.ir.ops.module import Module
 from cg.ir.text.diagnostics import IRError
 from cg.ir.text.parser import parse_module
 from cg.ir.text.printer import format_module
-from cg.ir.verify.communication import match
+from cg.ir.verify.message_matching import match
 from cg.ir.verify.verifier import verify
 
 SWAP = """

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.synthetic_groups import GroupSteps, group_module
+from cg.ir.alike.alike_programs import AlikePrograms
 from cg.ir.attributes import Stream
 from cg.ir.ops import Call, Collective, Free, Recv, Slice, Wait
 from cg.ir.ops.module import Module, Program
 from cg.ir.text.diagnostics import IRError
-from cg.ir.verify.alike_programs import groups_alike
 from cg.ir.verify.verifier import verify
 from cg.passes.check.check_races import CheckRaces
 from cg.passes.manager.manager import PassManager
@@ -27,7 +27,8 @@ def compiled() -> Module:
 
 def test_ranks_of_a_group_have_programs_that_are_alike() -> None:
     module = compiled()
-    groups = [[p.rank for p in group] for group in groups_alike(module.programs, module.channels)]
+    assert isinstance(module.programs, AlikePrograms)
+    groups = [list(group.variations) for group in module.programs.groups]
     assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
