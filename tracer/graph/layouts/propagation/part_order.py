@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
-from ...autodiff.subgraphs import is_view
+from ....values.operators import is_random
+from ...autodiff.subgraphs import has_effect, is_view
 from ..cuts import CutProduct
 from ..versions import Propagation, Version
 
 
-def is_plain_view(node: fx.Node) -> bool:
-    """True if a node is a view, and its op gives no other result."""
-    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
+def gives_views(node: fx.Node) -> bool:
+    """True if all results of a node are views; an item of several results belongs to its op."""
+    if node.target is operator.getitem or node.meta.get("val") is None:
         return False
     return is_view(node)
+
+
+def with_items(node: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
+    """A node, and the known nodes that take one of its results; these stay with it."""
+    users = (user for user in node.users if user.target is operator.getitem)
+    return [node, *(user for user in users if user in known)]
+
+
+def is_random_or_acts(node: fx.Node) -> bool:
+    """True if a node draws random numbers, or has an effect beside its results."""
+    return is_random(node.target, node.args, node.kwargs) or has_effect(node)
 
 
 def last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:

@@ -18,7 +18,14 @@ from ....values.operators import is_random
 from ...autodiff.subgraphs import has_effect, memory_of
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
-from .part_order import behind_part_ahead, is_plain_view, is_product, last_of_buckets
+from .part_order import (
+    behind_part_ahead,
+    gives_views,
+    is_product,
+    is_random_or_acts,
+    last_of_buckets,
+    with_items,
+)
 from .rank_graphs import Graphs, Name, build_all, kind, numbered
 from .refusals import draws_late
 from .writes import StateWrites
@@ -220,10 +227,11 @@ class _Partitioner:
         exchanged: set[fx.Node] = set()
         for node in reversed(self.ops):
             moves = is_product(node, self.propagation)
-            moves = moves or (is_plain_view(node) and node not in exchanged)
-            random = is_random(node.target, node.args, node.kwargs)
-            if moves and not random and not has_effect(node) and not writes.has(node):
-                self.level[node] = max(self.level[node], latest.get(node, 0))
+            moves = moves or (gives_views(node) and node not in exchanged)
+            group = with_items(node, self.level)
+            if moves and not any(is_random_or_acts(n) or writes.has(n) for n in group):
+                level = max(self.level[node], latest.get(node, 0))
+                self.level.update(dict.fromkeys(group, level))
             for version in self.reads(node):
                 if version in self.transferred or version.node not in self.level:
                     continue
@@ -231,6 +239,9 @@ class _Partitioner:
                 if exchanges:
                     exchanged.add(version.node)
                 bound = self.level[node] - exchanges
+                if node.target is operator.getitem:  # its tuple may go as far as its items
+                    bound = latest.get(node, bound)
+                    exchanged.update(node.all_input_nodes if node in exchanged else ())
                 latest[version.node] = min(latest.get(version.node, bound), bound)
                 for ids in self._ids_of(version):  # they stay: how late they may be is not known
                     exchanged.add(ids.node)
