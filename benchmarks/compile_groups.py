@@ -46,6 +46,7 @@ class GroupRow:
     size: str
     passes: Row
     wall: float
+    processor: float
 
 
 def measure(size: str, args: argparse.Namespace) -> GroupRow:
@@ -61,12 +62,13 @@ def measure(size: str, args: argparse.Namespace) -> GroupRow:
     pipeline = default_pipeline(
         schedules.by_name(args.schedule), dispatch=dispatch, tasks_in_flight=args.tasks_in_flight
     )
-    start = time.perf_counter()
+    start, began = time.perf_counter(), time.process_time()
     reports = PassManager(pipeline, verify=args.verify).run(module)
-    wall = time.perf_counter() - start
+    wall, processor = time.perf_counter() - start, time.process_time() - began
     if args.plan is not None:
         print(measure_plan(module, traced, args.plan), file=sys.stderr)
-    return GroupRow(size, summary(args.schedule, stages * dp * tp, microbatches, reports), wall)
+    passes = summary(args.schedule, stages * dp * tp, microbatches, reports)
+    return GroupRow(size, passes, wall, processor)
 
 
 def measure_plan(module: Module, traced: str, file: Path) -> str:
@@ -101,7 +103,8 @@ def main() -> None:
     rows = []
     for size in args.sizes:
         rows.append(measure(size, args))
-        print(f"{size} done in {rows[-1].wall:.1f} s", file=sys.stderr)
+        row = rows[-1]
+        print(f"{size} in {row.wall:.1f} s, {row.processor:.1f} of processor", file=sys.stderr)
     print(table([row.passes for row in rows]))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -24,7 +24,7 @@ from ..ops.base import DerivedValue
 from ..ops.clone import copy_op
 from ..ops.module import Channel, Module, Program
 from ..ops.names import Names
-from .pattern import Pattern, RankVariation, at_end, end_of
+from .pattern import Pattern, RankVariation, end_of, move_to_end
 
 ChannelAt: TypeAlias = tuple[int, int | None]
 """A rank, and a channel of its program."""
@@ -59,7 +59,7 @@ class RankGroup:
             operands = tuple([here[value] for value in op.operands])
             copy = copy_op(op, operands, tuple([here[value] for value in op.results]))
             if (end := end_of(op)) is not None:
-                copy = at_end(copy, ends[end[0]])
+                move_to_end(copy, ends[end[0]])
             elif isinstance(op, Slice):
                 assert isinstance(copy, Slice), "a copy is of the same class"
                 copy.region = regions[op]

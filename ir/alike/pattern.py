@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from ..layout import Region
 from ..ops import OP_CLASSES, Collective, Op, PointToPoint, Slice, Value, attribute_names
-from ..ops.clone import copy_op
 from ..ops.module import Channel, Program
 from ..types import Place
 
@@ -41,14 +40,12 @@ def end_of(op: Op) -> ChannelEnd | None:
     return _group_end(op) if cls in _COLLECTIVES else None
 
 
-def at_end(op: Op, end: ChannelEnd) -> Op:
-    """A copy of an op that communicates, at another end."""
-    copy = copy_op(op, op.operands, op.results)
-    if isinstance(copy, PointToPoint):
-        copy.chan, copy.peer = end  # type: ignore[assignment]
-    elif isinstance(copy, Collective):
-        copy.chan, copy.group = end  # type: ignore[assignment]
-    return copy
+def move_to_end(op: Op, end: ChannelEnd) -> None:
+    """Let an op that communicates be at another end."""
+    if isinstance(op, PointToPoint):
+        op.chan, op.peer = end  # type: ignore[assignment]
+    elif isinstance(op, Collective):
+        op.chan, op.group = end  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..alike.alike_programs import RankGroup
-from ..alike.pattern import RankVariation, at_end, end_of
+from ..alike.pattern import RankVariation, end_of, move_to_end
 from ..ops import Call, Communication, Op, Slice
 from ..ops.clone import copy_op
 from ..ops.module import Module, Program
@@ -51,7 +51,9 @@ def _local_ops(
 ) -> Iterator[Op]:
     """One op of each end of a channel, and all slices, as a rank has them."""
     for chan, end in zip(group.pattern.ends, variation.ends, strict=True):
-        yield at_end(messages[chan], end)
+        message = copy_op(messages[chan], messages[chan].operands, messages[chan].results)
+        move_to_end(message, end)
+        yield message
     regions = dict(zip(group.pattern.slices, variation.regions, strict=True))
     for piece in slices:
         local = copy_op(piece, piece.operands, piece.results)

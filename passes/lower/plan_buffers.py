@@ -119,8 +119,8 @@ def _set_slots_of_sends(
         for (chan, seq), slot in slots.items():
             chosen[chan].append((seq, slot))
         at_end: dict[object, list[tuple[int, int]]] = {}
-        for (rank, chan), end in shared.ends.items():
-            channel = module.channels[-1 if chan is None else chan]
+        for (rank, its), end in shared.ends.items():
+            channel = module.channels[-1 if its is None else its]
             if not channel.collective and channel.ranks[0] == rank:
                 slots_there = chosen[received[channel.id]]
                 if at_end.setdefault(end, slots_there) != slots_there:
