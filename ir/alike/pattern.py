@@ -50,7 +50,7 @@ def move_to_end(op: Op, end: ChannelEnd) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankVariation:
-    """What tells the program of a rank from its pattern; each part is in the pattern's order.
+    """The differences of a rank's program from its pattern, each in the pattern's order.
 
     Attributes:
         rank: the rank.

@@ -143,7 +143,7 @@ def unmatched(module: Module) -> Iterator[Diagnostic]:
 
 
 def unmatched_alike(module: Module, alike: AlikePrograms) -> Iterator[Diagnostic]:
-    """What `unmatched` finds in programs that are alike, of those that stand for others.
+    """As `unmatched`, of the programs that stand for those that are alike.
 
     Messages of a junction are compared, whichever of its ends have a channel in common.
     """

@@ -98,7 +98,7 @@ def _are_inside(ids: Tensor, size: int, ignored: int | None) -> bool:
     if ids.device.type != "cpu" or ignored is not None:
         return False
     least, most = torch.aminmax(ids)
-    return 0 <= int(least) and int(most) < size
+    return int(least) >= 0 and int(most) < size
 
 
 def _note(ids: Tensor, outside: Tensor, lookup: Lookup) -> None:
