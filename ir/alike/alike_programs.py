@@ -202,8 +202,8 @@ def shared_programs(module: Module) -> AlikePrograms | None:
 def representatives_of(module: Module) -> Sequence[Program]:
     """The programs of a scheduled module that a pass goes through, and may change.
 
-    A change of one of them is one of all programs that it stands for. So the pass decides by nothing
-    that may differ there, and derives new values by `Names.derive`.
+    A change of one of them is one of all programs that it stands for. So the pass decides by
+    nothing that may differ there, and derives new values by `Names.derive`.
     """
     shared = shared_programs(module)
     return module.programs if shared is None else shared.representatives

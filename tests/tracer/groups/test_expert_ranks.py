@@ -197,6 +197,16 @@ def test_the_exchange_of_a_backward_is_that_of_the_forward_the_other_way() -> No
     }
 
 
+def test_halves_of_a_gate_are_no_results_of_a_part() -> None:
+    """They are views, which the part that reads them makes: another one would have to copy them."""
+    with use_world(VirtualWorld(4)):
+        functions = lowered("dp 2, ep 2").trace.module.functions
+    first = [f for name, f in functions.items() if name.endswith(".backward.part0")]
+    assert len(first) == 1
+    shapes = [type_.shape[1:] for type_ in first[0].outputs if isinstance(type_, TensorType)]
+    assert (CHOICES, WIDTH) not in shapes
+
+
 def test_users_hear_which_form_each_stage_has(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -21,15 +21,18 @@ def gives_views(node: fx.Node) -> bool:
     return is_view(node)
 
 
-def with_items(node: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
-    """A node, and the known nodes that take one of its results; these stay with it."""
-    users = (user for user in node.users if user.target is operator.getitem)
-    return [node, *(user for user in users if user in known)]
+def movable(
+    node: fx.Node, known: Container[fx.Node], is_held: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """A node, and the known ones that take one of its results: these stay together.
 
-
-def is_random_or_acts(node: fx.Node) -> bool:
-    """True if a node draws random numbers, or has an effect beside its results."""
-    return is_random(node.target, node.args, node.kwargs) or has_effect(node)
+    None, if one of them is held where it is, draws random numbers or has an effect.
+    """
+    items = (user for user in node.users if user.target is operator.getitem)
+    group = [node, *(item for item in items if item in known)]
+    if is_random(node.target, node.args, node.kwargs):
+        return []
+    return [] if any(has_effect(member) or is_held(member) for member in group) else group
 
 
 def last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:

@@ -18,14 +18,7 @@ from ....values.operators import is_random
 from ...autodiff.subgraphs import has_effect, memory_of
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
-from .part_order import (
-    behind_part_ahead,
-    gives_views,
-    is_product,
-    is_random_or_acts,
-    last_of_buckets,
-    with_items,
-)
+from .part_order import behind_part_ahead, gives_views, is_product, last_of_buckets, movable
 from .rank_graphs import Graphs, Name, build_all, kind, numbered
 from .refusals import draws_late
 from .writes import StateWrites
@@ -228,10 +221,9 @@ class _Partitioner:
         for node in reversed(self.ops):
             moves = is_product(node, self.propagation)
             moves = moves or (gives_views(node) and node not in exchanged)
-            group = with_items(node, self.level)
-            if moves and not any(is_random_or_acts(n) or writes.has(n) for n in group):
-                level = max(self.level[node], latest.get(node, 0))
-                self.level.update(dict.fromkeys(group, level))
+            level = max(self.level[node], latest.get(node, 0))
+            group = movable(node, self.level, writes.has) if moves else ()
+            self.level.update(dict.fromkeys(group, level))
             for version in self.reads(node):
                 if version in self.transferred or version.node not in self.level:
                     continue
