@@ -194,6 +194,9 @@ CASES: dict[str, OpCase] = {
     "slice": case(lambda x: x[:, 1:5:2], ints(3, 6)),
     "slice all": case(lambda x: x[:, :6], ints(3, 6)),
     "slice backward": case(lambda g: ATEN.slice_backward(g, [3, 8], 1, 2, 6, 1), ints(3, 4)),
+    "slice backward of every second": case(
+        lambda g: ATEN.slice_backward(g, [3, 12], 1, 2, 11, 2), ints(3, 5)
+    ),
     "slice backward all": case(lambda g: ATEN.slice_backward(g, [3, 4], 1, 0, 9, 1), ints(3, 4)),
     "flip": case(lambda x: x.flip(0), ints(3, 4)),
     "roll": case(lambda x: x.roll(1, 0), ints(3, 4)),

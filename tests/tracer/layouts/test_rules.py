@@ -63,7 +63,9 @@ def test_all_layouts(name: str, axes: str) -> None:
 
 
 TAKING_ENTRIES = [
-    name for name in CASES if name.startswith(("index", "gather", "scatter", "embed"))
+    name
+    for name in CASES
+    if name.startswith(("index", "gather", "scatter", "embed", "slice backward"))
 ]
 
 
@@ -133,6 +135,7 @@ EXPECTED = [
     ("gather of bools", "-,tp", "-,-", "-,-", REDUCE),
     ("embedding rows by frequency", "-,-,-", "-,-", "tp,-", "tp,-", NOTHING),
     ("norm of complex numbers", "-,tp", "-", REDUCE),
+    ("slice backward", "dp,tp", "dp,-|tp", NOTHING),
     ("dropout", "dp,tp", "dp,tp", NOTHING),
     ("zeros", "dp,-", "dp,-", NOTHING),
 ]

@@ -72,6 +72,17 @@ class Block(nn.Module):
         return x + self.drop(self.post[1](h) if self.post else h)
 
 
+class Learned(Block):
+    """A layer behind positions that are learned, of which it takes the first rows."""
+
+    def __init__(self) -> None:
+        super().__init__("layer", True, False, False)
+        self.positions = nn.Embedding(11, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions.weight[: x.shape[1]])
+
+
 PLAN = {
     "qkv.0.weight": "tp,-", "qkv.*.weight": "tp,-", "qkv.*.bias": "tp",
     "gate.weight": "tp,-", "up.weight": "tp,-", "gate.bias": "tp", "up.bias": "tp",
@@ -125,3 +136,14 @@ def test_beside_another_axis(packed: bool, cut: str, sequence: tuple[str, ...]) 
 
 def test_dropout_draws_what_one_process_draws() -> None:
     run(Block("layer", True, False, False, drop=0.4), mesh(tp=2), 7, "-,tp,-")
+
+
+@pytest.mark.parametrize("cut", ["-,tp,-", "-,cp.tp~,-"])
+def test_positions_that_are_learned(cut: str) -> None:
+    """A rank adds its rows of them; of the gradient, it has a summand."""
+    positions, others = (
+        run(block, mesh(cp=2, tp=2), 7, cut).propagation.transfers
+        for block in (Learned(), Block("layer", True, False, False))
+    )
+    kinds = [[t.change for t in each if t.change is Change.GATHER] for each in (positions, others)]
+    assert len(kinds[0]) == len(kinds[1]), "no gather more"

@@ -238,7 +238,7 @@ def _packed_slice(case: Case, dim: int, block: int, start: int) -> Answer:
 
 
 def _slice_backward(case: Case) -> Answer:
-    """Zeros around a slice: it fills the dimension, or is made of whole blocks, or stays whole."""
+    """Zeros around a slice: it fills the dimension, is made of whole blocks, or is summed up."""
     operand, result_shape = case.operands[0], case.shape()
     dim = dim_of(case["dim"], len(result_shape))
     size, total = operand.shape[dim], result_shape[dim]
@@ -251,9 +251,23 @@ def _slice_backward(case: Case) -> Answer:
     if cut and case["step"] == 1 and block and start % block == total % block == 0:
         return _packed_slice_backward(case, dim, block, start)
     operand_dims = (*result[:dim], ("s",), *result[dim + 1 :])
-    return moved(
-        case, operand_dims, result, {"s": f"is put into {total}"}, sizes={"input_sizes": 0}
-    )
+    return moved(case, operand_dims, result, local=partial(_put, dim, start))
+
+
+def _put(dim: int, start: int, op: LocalOp) -> Any:
+    """The rank's indices of the slice, where they are in the whole; zeros elsewhere: a summand."""
+    (region,), step = op.operands, op.arguments["step"]
+    assert op.results[0] is not None
+    sizes, total, at = list(shape_of(op.results[0])), None, 0
+    for first, stop in region[dim] or ((0, 0),):
+        own = op.arguments["grad_output"]
+        if len(region[dim]) > 1:
+            own = op.emit(_ATEN.slice.Tensor, own, dim, at, at := at + stop - first)
+        begin = start + first * step
+        end = begin + (stop - first - 1) * step + 1 if first < stop else begin
+        placed = op.run(grad_output=own, input_sizes=sizes, start=begin, end=end)
+        total = placed if total is None else op.emit(_ATEN.add.Tensor, total, placed)
+    return total
 
 
 def _whole_slice_backward(op: LocalOp) -> Any:
