@@ -171,6 +171,17 @@ def length(intervals: Intervals) -> int:
     return sum([stop - start for start, stop in intervals])
 
 
+def indices_at(intervals: Intervals, places: Interval) -> Intervals:
+    """The indices that stand at some places among those of intervals."""
+    taken, at = [], 0
+    for start, stop in intervals:
+        first, last = max(places[0] - at, 0), min(places[1] - at, stop - start)
+        if first < last:
+            taken.append((start + first, start + last))
+        at += stop - start
+    return tuple(taken)
+
+
 def shape_of(region: Region) -> tuple[int, ...]:
     """The shape of a tensor that holds a region."""
     return tuple(map(length, region))

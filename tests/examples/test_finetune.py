@@ -203,6 +203,29 @@ def test_documents_are_packed_with_borders(
     assert losses(tmp_path / "run") == pytest.approx([total / count], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shape", "shape_over_cp"),
+    [
+        ((2, 2), "--pp 1 --tp 2", "--pp 1 --cp 2 --pack"),
+        ((2, 4), "--pp 1 --tp 2", "--pp 1 --cp 2 --tp 2"),
+        ((4, 4), "--pp 2 --tp 2", "--pp 2 --cp 2 --fsdp step"),
+    ],
+)
+def test_attention_over_cut_tokens_drops_the_same(
+    ranks: tuple[int, int], shape: str, shape_over_cp: str, tmp_path: Path
+) -> None:
+    """A model with `attention_dropout`, of whose text each window is one document."""
+    model = tmp_path / "model"
+    tiny_model.write(model, num_hidden_layers=2, attention_dropout=0.3)
+    runs = []
+    for count, options_of_run in zip(ranks, (shape, shape_over_cp), strict=True):
+        out = tmp_path / f"run-{count}"
+        tune(model, out, f"{options_of_run} --dropout --steps 2 --evaluate-every 0", count)
+        runs.append(losses(out))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
 def test_a_model_whose_documents_see_each_other_is_refused(model: Path) -> None:
     trained = transformers.AutoModelForCausalLM.from_pretrained(model)
 

@@ -284,7 +284,17 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> TracedCal
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
     state, float8 = ActorState(), target.float8
-    return TracedCall(target.name, function, state, signature, host, loc, home, float8=float8)
+    return TracedCall(
+        target.name,
+        function,
+        state,
+        signature,
+        host,
+        loc,
+        home,
+        float8=float8,
+        is_of_mesh=target.group is not None,
+    )
 
 
 def _no_derivative(call: TracedCall) -> TraceError:

@@ -158,7 +158,8 @@ def _kind(call: TracedCall, derivative: Wanted | None) -> Hashable:
     """The key of calls that may be alike; calls with different keys are never compared."""
     types = tuple(map(str, call.signature.leaves))
     is_tracked = torch.is_grad_enabled()
-    return (call.shown, call.signature.spec, types, str(call.device), derivative, is_tracked)
+    place = str(call.device), call.is_of_mesh
+    return (call.shown, call.signature.spec, types, *place, derivative, is_tracked)
 
 
 def _rerun(

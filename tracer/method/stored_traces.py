@@ -61,6 +61,7 @@ def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None)
         encoded(call.signature.spec),
         [_leaf_key(leaf) for leaf in call.signature.leaves],
         str(call.device),
+        call.is_of_mesh,
         [] if call.float8 is None else list(map(str, call.float8.layers)),
         None if wanted is None else [wanted.outputs, wanted.inputs],
         torch.is_grad_enabled(),

@@ -275,6 +275,7 @@ class TracedCall:
         argument_objects: the objects among the arguments that have attributes, each with its name
             in words.
         float8: the linear layers of the actor that compute in float8, if any.
+        is_of_mesh: whether ranks of a mesh make the call, which may have parts of its values.
     """
 
     shown: str
@@ -286,6 +287,7 @@ class TracedCall:
     home: Location | None
     argument_objects: tuple[tuple[Any, str], ...] = ()
     float8: Float8Use | None = None
+    is_of_mesh: bool = False
 
     @property
     def declared_at(self) -> Location | None:

@@ -22,6 +22,7 @@ from cg.tracer.values.pieces import lay_out
 from cg.tracer.values.plan import ShardingPlan, whole
 
 from ..function_tools import signature
+from ..written_dropout import WrittenDropout
 from .simulation import Run, layout, run
 
 
@@ -35,6 +36,7 @@ def joint_of(actor: nn.Module, method: str, inputs: tuple[int, ...], *args: Any)
         torch.device("cpu"),
         None,
         None,
+        is_of_mesh=True,
     )
     return settled(call, Wanted((0,), inputs))[1]
 
@@ -81,7 +83,8 @@ def compare(
     cut = partition(propagation)
     sources = [value.detach().clone().requires_grad_(i in wanted) for i, value in enumerate(args)]
     torch.manual_seed(5)
-    result = getattr(actor, method)(*sources)
+    with WrittenDropout():
+        result = getattr(actor, method)(*sources)
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randint(-2, 3, result.shape, generator=generator).to(result)
     result.backward(cotangent)

@@ -55,6 +55,26 @@ def attention_backward(g: torch.Tensor, *qkv: torch.Tensor) -> Any:
     )
 
 
+def dropout_attention(*operands: torch.Tensor, causal: bool = False) -> Any:
+    q, k, v, *mask = operands
+    mask_of = {"attn_mask": mask[0]} if mask else {}
+    return CG.dropout_attention(q, k, v, words(), 0.3, causal, **mask_of)
+
+
+def dropout_attention_backward(g: torch.Tensor, *operands: torch.Tensor) -> Any:
+    q, k, v, *mask = operands
+    out, statistics = dropout_attention(*operands, causal=not mask)
+    mask_of = {"attn_mask": mask[0], "of_mask": True} if mask else {}
+    return CG.dropout_attention_backward(
+        g, q, k, v, out, statistics, words(), 0.3, not mask, **mask_of
+    )
+
+
+def words() -> torch.Tensor:
+    """The two words from which a mask follows, as operators make them."""
+    return torch.arange(7, 9)
+
+
 def float8_product(by_row: bool) -> Callable[..., Any]:
     """A product of float8 casts, with their scales."""
 
@@ -385,6 +405,21 @@ CASES: dict[str, OpCase] = {
         lambda q, k, v, m: ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=m),
         *(ints(2, 4, 3, 8), ints(2, 2, 3, 8), ints(2, 2, 3, 8), ints(2, 1, 3, 3)),
         tolerance=1e-12,
+    ),
+    "attention with dropout": case(
+        lambda q, k, v: dropout_attention(q, k, v, causal=True)[0],
+        *(ints(2, 6, 5, 2), ints(2, 3, 5, 2), ints(2, 3, 5, 2)),
+        tolerance=1e-9,
+    ),
+    "attention with dropout backward": case(
+        dropout_attention_backward,
+        *(ints(2, 6, 5, 2), ints(2, 6, 5, 2), ints(2, 3, 5, 2), ints(2, 3, 5, 2)),
+        tolerance=1e-9,
+    ),
+    "attention with dropout and a mask backward": case(
+        dropout_attention_backward,
+        *(ints(2, 6, 5, 2), ints(2, 6, 5, 2), ints(2, 3, 7, 2), ints(2, 3, 7, 2), ints(6, 1, 7)),
+        tolerance=1e-9,
     ),
     "attention backward": case(
         lambda g, q, k, v: attention_backward(g, q, k, v),

@@ -63,6 +63,27 @@ def test_language_models(family: str, attention: str, layers: int) -> None:
     assert layers == 1 or max(keys.values()) > 1, "equal layers have equal parts"
 
 
+@pytest.mark.parametrize(
+    ("family", "cut", "form"),
+    [
+        ("llama", "-,cp~", "ring"),
+        pytest.param("gpt2", "-,cp", None, marks=SLOW),
+        pytest.param("qwen3", "-,cp", "gather", marks=SLOW),
+    ],
+)
+def test_dropout_within_attention_over_cut_tokens(family: str, cut: str, form: str | None) -> None:
+    """GPT-2 drops of embeddings and of layers' results, too."""
+    config: dict[str, Any] = {"num_hidden_layers": 1, "attention_dropout": 0.3}
+    actor = language_model(
+        family, attn_implementation="sdpa", **({"n_layer": 1} if family == "gpt2" else config)
+    )
+    compare(
+        *(actor, "logits", {}, mesh(cp=2), [TOKENS, PADDING], [cut, "-,-"]),
+        tolerance=1e-6,
+        attention=form,
+    )
+
+
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=SLOW)])
 def test_two_axes_for_fewer_heads_of_keys_than_ranks(attention: str) -> None:
     actor = language_model("llama", num_hidden_layers=1, attn_implementation=attention)

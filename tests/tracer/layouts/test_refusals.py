@@ -89,6 +89,16 @@ def test_layouts_that_are_given_fit_the_tensor(given: Layout, message: str) -> N
         propagate(owner.graph, GRID, {placeholder: given})
 
 
+def test_a_kernel_that_draws_its_mask() -> None:
+    """Called by its own name; of torch's function, the mask follows from a key."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    owner = trace(lambda q: kernel(q, q, q, 0.5), ints(2, 4, 3, 2))
+    placeholder = next(iter(owner.graph.nodes))
+    given = {placeholder: layout("-,tp,-,-")}
+    with pytest.raises(LayoutError, match="has dropout, whose numbers a piece could not draw"):
+        propagate(owner.graph, GRID, given, allowed=DEFAULT)
+
+
 def test_an_op_without_a_rule_runs_on_copies() -> None:
     run = check(torch.linalg.inv, [ints(3, 3) + 9 * torch.eye(3)], [layout("-,-|tp")], GRID)
     assert [change.value for change in run.changes] == ["reduce"]

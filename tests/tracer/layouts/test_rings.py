@@ -26,8 +26,9 @@ from cg.tracer.graph.layouts.versions import End
 
 from ...sampling import examples
 from .joint_tools import compare
+from .self_attention import MASKS, WIDTH, SelfAttention
 from .simulation import Run, layout, mesh
-from .test_sequences import MASKS, WIDTH, SelfAttention, cudnn, efficient, flash, received
+from .test_sequences import cudnn, efficient, flash, received
 
 
 def run_of(
@@ -38,9 +39,10 @@ def run_of(
     length: int = 12,
     mask: str = "causal",
     rows: int = 1,
+    rate: float = 0.0,
 ) -> Run:
     """Attention in a form, whose values and gradients equal those of one process."""
-    actor = SelfAttention(*heads, mask)
+    actor = SelfAttention(*heads, mask, rate)
     x = torch.randn(rows, length, 6, generator=torch.Generator().manual_seed(length)).double()
     cut = f"-,cp{order},-"
     return compare(
@@ -82,6 +84,7 @@ def bounds(form: str, rows: int, length: int, heads: int, groups: int, ranks: in
     st.integers(1, 2),
     st.one_of(st.integers(2, 12), st.sampled_from([31, 64, 127, 257])),
     st.sampled_from(MASKS),
+    st.sampled_from((0.0, 0.4)),
 )
 def test_values_gradients_and_bytes(
     form: str,
@@ -91,10 +94,11 @@ def test_values_gradients_and_bytes(
     rows: int,
     length: int,
     mask: str,
+    rate: float,
 ) -> None:
     if form == "heads" and (heads[1] % ranks or mask in ("window", "documents", "bias")):
         form = "gather"
-    run = run_of(form, order, heads, ranks, length, mask, rows)
+    run = run_of(form, order, heads, ranks, length, mask, rows, rate)
     found = [moved(parts, run) for parts in sections(run)]
     assert found == bounds(form, rows, length, *heads, ranks)
 

@@ -35,6 +35,7 @@ class Block(nn.Module):
         bias: whether layers have biases.
         packed: whether queries, keys and values are one product of a matrix of rows.
         post: whether results of layers are normed before they are added.
+        drop: the rate of dropouts, within attention and of what layers add.
     """
 
     def __init__(self, norm: str, bias: bool, packed: bool, post: bool, drop: float = 0.0) -> None:
@@ -60,7 +61,7 @@ class Block(nn.Module):
         else:
             q, k, v = (layer(y) for layer in self.qkv)
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (q, k, v))
-        h = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = functional.scaled_dot_product_attention(q, k, v, None, self.drop.p, is_causal=True)
         h = h.transpose(1, 2).flatten(2)
         if len(self.qkv) == 1:
             h = self.o(h.view(-1, WIDTH)).view(h.shape)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional
 
 import cg
 from cg.ir.layout import overlap, volume
@@ -23,51 +22,8 @@ from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation
 from ...sampling import examples
 from .joint_tools import compare
 from .op_cases import ints
+from .self_attention import MASKS, WIDTH, SelfAttention
 from .simulation import layout, mesh, simulate
-
-WIDTH = 4
-MASKS = ("none", "causal", "window", "documents", "padding", "bias")
-
-
-class SelfAttention(nn.Module):
-    """A layer of attention, float64.
-
-    Args:
-        heads, groups: of queries, and of keys and values.
-        mask: one of `MASKS`.
-    """
-
-    def __init__(self, heads: int, groups: int, mask: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.heads, self.groups, self.mask = heads, groups, mask
-        self.q, self.k, self.v = (nn.Linear(6, WIDTH * n) for n in (heads, groups, groups))
-        self.o = nn.Linear(WIDTH * heads, 6)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for layer in self.layers)
-        h = functional.scaled_dot_product_attention(
-            *(q, k, v, self.masked(x)), is_causal=self.mask == "causal", enable_gqa=True
-        )
-        made: Tensor = self.o(h.transpose(1, 2).flatten(2))
-        return made
-
-    @property
-    def layers(self) -> tuple[nn.Module, ...]:
-        return self.q, self.k, self.v
-
-    def masked(self, x: Tensor) -> Tensor | None:
-        at = torch.arange(x.shape[1])
-        distance = at[:, None] - at
-        if self.mask == "window":
-            return (distance >= 0) & (distance < 3)
-        if self.mask == "documents":
-            document = at // 3
-            return (distance >= 0) & (document[:, None] == document)
-        if self.mask == "padding":
-            return (at >= x.shape[1] // 3)[None, None, None]
-        return distance.double() / 8 if self.mask == "bias" else None
 
 
 def received(transfer: LayoutTransfer, propagation: Propagation) -> int:

@@ -126,7 +126,8 @@ def _traced(model: nn.Module, example: Mapping[str, Any] | None) -> Joint:
         spec,
     )
     name = type(model).__name__
-    call = TracedCall(name, actor.run, collect(actor), signature, torch.device("cpu"), None, None)
+    host = torch.device("cpu")
+    call = TracedCall(name, actor.run, collect(actor), signature, host, None, None, is_of_mesh=True)
     try:
         return trace_call(call, Wanted((0,), ()))
     except TraceError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ...method.attention.flex_operators import fused_form
+from ...method.dropout.dropout_operators import fused_dropout
 from ..autodiff.products import ADD_PRODUCT, GradientProduct
 from ..autodiff.subgraphs import Subgraph, fake_of, results
 from ..layouts.asked import ASKED
@@ -64,9 +65,9 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
             copies.update(dict.fromkeys(product.nodes, added))
         elif node.target is ASKED:  # only without a mesh: on a mesh, it has been replaced
             copies[node] = graph.call_function(CLONE, (copies[node.args[0]],))
-        elif (fused := fused_form(node)) is not None:
-            arguments = fx.node.map_arg(node.args, copies.__getitem__)
-            copies[node] = graph.call_function(fused, arguments)
+        elif (fused := fused_form(node) or fused_dropout(node)) is not None:
+            arguments = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.call_function(fused, *arguments)
         elif is_expert_product(node):
             copies[node] = parts.add(node)
         elif node not in copies and node.op != "output":

@@ -84,8 +84,8 @@ def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor
 def without_fused_recurrence(state: ActorState) -> Iterator[None]:
     """Trace LSTM and GRU step by step, where torch's own loop runs, in actors that have them.
 
-    `WholeLoops` says where that is. oneDNN's fused kernels save tensors for the backward only if
-    gradients are enabled when they run. cuDNN's rearrange the memory of their weights, which a
+    `whole_loops.py` says where that is. oneDNN's fused kernels save tensors for the backward only
+    if gradients are enabled when they run. cuDNN's rearrange the memory of their weights, which a
     graph cannot do.
     """
     if not any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects):

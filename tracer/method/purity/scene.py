@@ -14,7 +14,7 @@ from ...values.float8_layers import Float8Recipe
 from ...values.heap.reach import Reach, reach_modules
 from ...values.heap.snapshot import Snapshot
 from ...values.interface import TracedCall
-from ..recurrence.whole_loops import WholeLoops
+from ..replaced.replaced_functions import ReplacedFunctions
 from .as_eager import checkpoints_as_eager, compiled_as_eager
 from .changes import Initialization
 from .fake_types import real_kinds
@@ -121,7 +121,7 @@ class Scene:
             averages_over_all_batches(state),
             checkpoints_as_eager(),
             compiled_as_eager(),
-            WholeLoops(),
+            ReplacedFunctions(self.call.is_of_mesh),
         ):
             yield
 

@@ -1,86 +1,25 @@
-"""Torch's functions that loop over time, with one operator for each loop."""
+"""Torch's functions that loop over time, with one operator for each loop.
+
+Torch's own loops run where these operators do not follow: for packed sequences, for targets of CTC
+that are not padded, with lengths in tensors, for arguments that torch refuses, and, but for CTC,
+under autocast.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
 from ...torch_modes import is_autocast_on
 from .alignments import accepts_ctc, ctc_loss
 from .loop_operators import recurrence
 from .recurrent_cells import CELLS
-
-
-class WholeLoops(TorchFunctionMode):
-    """Gives torch's functions of recurrent layers, cells and CTC operators that loop over time.
-
-    Torch's own loops run where these operators do not follow: under the transforms of `torch.func`,
-    for packed sequences, for targets of CTC that are not padded, with lengths in tensors, for
-    arguments that torch refuses, and, but for CTC, under autocast.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        whole = _WHOLE.get(func)
-        if whole is not None and not _is_transformed():
-            arguments = whole.arguments(args, kwargs or {})
-            if arguments is not None:
-                return whole.function(**arguments)
-        if func is torch.autograd.grad:  # runs code again, if there are checkpoints
-            with _not_handled(), self:
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _not_handled() -> Iterator[None]:
-    """Let `torch.autograd.grad` run inside of modes, which handle what it calls, not itself."""
-    names: dict[str, Any] = vars(torch.autograd)
-    asks = names["has_torch_function"]
-    names["has_torch_function"] = lambda tensors: False
-    try:
-        yield
-    finally:
-        names["has_torch_function"] = asks
-
-
-def _is_transformed() -> bool:
-    """True if a transform looks at operators, besides autograd."""
-    is_functional = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_functional or forward_ad._current_level >= 0
-
-
-class _Whole:
-    """A function of torch's, and what replaces it."""
-
-    def __init__(self, function: Callable[..., Any], accepts: Callable[..., bool]) -> None:
-        self.function = function
-        self._accepts = accepts
-        self._signature = inspect.signature(function)
-
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by name; None for a call that torch's own function takes."""
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return None
-        bound.apply_defaults()
-        return bound.arguments if self._accepts(**bound.arguments) else None
 
 
 def _layers(
@@ -204,16 +143,17 @@ def _are_plain(*tensors: Any) -> bool:
 
 
 _C: Any = torch._C._VariableFunctions
-_WHOLE: Mapping[Any, _Whole] = {
+WHOLE_LOOPS: Mapping[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     **{
-        getattr(_C, cell): _Whole(partial(_layers, cell), partial(_accepts_layers, cell))
+        getattr(_C, cell): (partial(_layers, cell), partial(_accepts_layers, cell))
         for cell in CELLS
     },
     **{
-        getattr(_C, f"{cell}_cell"): _Whole(partial(_one_step, cell), partial(_accepts_step, cell))
+        getattr(_C, f"{cell}_cell"): (partial(_one_step, cell), partial(_accepts_step, cell))
         for cell in CELLS
     },
-    _C.ctc_loss: _Whole(ctc_loss, accepts_ctc),
-    functional.ctc_loss: _Whole(ctc_loss, accepts_ctc),
+    _C.ctc_loss: (ctc_loss, accepts_ctc),
+    functional.ctc_loss: (ctc_loss, accepts_ctc),
 }
-"""By torch's functions, as `nn.LSTM`, `nn.LSTMCell` and `nn.CTCLoss` call them."""
+"""By torch's functions, as `nn.LSTM`, `nn.LSTMCell` and `nn.CTCLoss` call them: what computes the
+same by one operator, and whether it takes a call's arguments."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .....ir.layout import Interval, Intervals, Region, length, shape_of
+from .....ir.layout import Interval, Intervals, Region, indices_at, length, shape_of
 from ..cases import LocalOp
 from ..values.accumulation import accumulation_type
 
@@ -129,6 +129,11 @@ def backward_of_rows(op: LocalOp) -> Any:
     )
 
 
+def at_once(op: LocalOp) -> Any:
+    """The op in one call, of all rows and keys that the rank has."""
+    return op.run(**_indices(op))
+
+
 def block_products(rows: Intervals, keys: Intervals, is_causal: bool) -> int:
     """The pairs of a row and a key for which a rank computes a product.
 
@@ -214,7 +219,25 @@ def _operands(op: LocalOp, block: _RowBlock) -> dict[str, Any]:
             changed[name] = _aligned(op, mask) if is_part else mask
     if "compute_log_sumexp" in op.arguments:
         changed["compute_log_sumexp"] = True
-    return changed
+    return changed | _indices(op, block)
+
+
+def _indices(op: LocalOp, block: _RowBlock | None = None) -> dict[str, Any]:
+    """The arguments that name the indices, of the whole, of a block, or of all that a rank has.
+
+    Only attention with dropout has such arguments, by which it drops what one process would.
+    """
+    if "columns" not in op.arguments:
+        return {}
+    query, keys = _region_of(op, "query"), _region_of(op, "key")[_ROWS]
+    rows = query[_ROWS]
+    if block is not None:
+        rows, keys = indices_at(rows, block.rows), indices_at(keys, block.keys)
+    regions = {"batch": query[0], "heads": query[1], "rows": rows, "columns": keys}
+    return {
+        name: [bound for interval in intervals for bound in interval]
+        for name, intervals in regions.items()
+    }
 
 
 def _mask(op: LocalOp, name: str, block: _RowBlock) -> fx.Node:
@@ -225,12 +248,8 @@ def _mask(op: LocalOp, name: str, block: _RowBlock) -> fx.Node:
         mask = _slice(op, mask, len(shape) - 2, block.rows)
     if shape[-1] == 1:
         return mask
-    parts, at = [], 0
-    for start, stop in _region_of(op, "key")[_ROWS]:
-        first, last = max(block.keys[0] - at, 0), min(block.keys[1] - at, stop - start)
-        if first < last:
-            parts.append(_slice(op, mask, len(shape) - 1, (start + first, start + last)))
-        at += stop - start
+    columns = indices_at(_region_of(op, "key")[_ROWS], block.keys)
+    parts = [_slice(op, mask, len(shape) - 1, interval) for interval in columns]
     return op.emit(_ATEN.cat.default, parts, -1) if len(parts) > 1 else parts[0]
 
 

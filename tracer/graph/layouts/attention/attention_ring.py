@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .....ir.layout import Region
+from ....method.dropout.dropout_operators import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
 from ..cases import LocalOp, Shape
 from ..values.accumulation import accumulated
 
@@ -36,6 +37,7 @@ FORWARDS = (
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
+    DROPOUT_ATTENTION,
 )
 """The kernels of attention."""
 
@@ -44,6 +46,7 @@ BACKWARDS = (
     _ATEN._scaled_dot_product_flash_attention_backward.default,
     _ATEN._scaled_dot_product_efficient_attention_backward.default,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default,
+    DROPOUT_ATTENTION_BACKWARD,
 )
 """Their derivatives."""
 
@@ -55,8 +58,8 @@ def _defined(kernel: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
     It has no kernel of its own: ranks run the one of `kernel`.
     """
-    _, _, text = str(kernel._schema).partition("::_")
-    name, _, rest = text.partition("(")
+    _, _, text = str(kernel._schema).partition("::")
+    name, _, rest = text.removeprefix("_").partition("(")
     arguments, arrow, results = rest.rpartition(") -> ")
     name = f"{name}_step"
     _LIBRARY.define(  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ import torch
 
 from .....ir.layout import WHOLE, Cut, Layout, volume
 from ..asked import ASKED, text_of_cuts
-from ..attention.attention_blocks import PADDED, PADDING, backward_of_rows, forward_of_rows
+from ..attention.attention_blocks import PADDED, PADDING, at_once, backward_of_rows, forward_of_rows
 from ..attention.attention_forms import Sizes, best
 from ..attention.attention_ring import (
     ADD,
@@ -133,7 +133,7 @@ def _step(case: Case) -> Answer:
         results = (_OUT, _statistics(plain, case.shape(1)))
     others = case.shapes[len(results) :]
     local = partial(_local_step, is_forward)
-    answer = _solved(plain, results, others, not is_forward, by="rows", local=None)
+    answer = _solved(plain, results, others, not is_forward, by="rows")
     cut = case["query"].cuts[_ROWS]
     wanted, layouts = list(answer.wanted), list(answer.results)
     moved = {i for i, o in enumerate(plain.operands) if o is plain["key"] or o is plain["value"]}
@@ -310,11 +310,10 @@ def _cut_of_heads(case: Case, rows: Answer) -> tuple[Cut, ...] | str:
 
 def _has_large_mask(case: Case) -> bool:
     """True if a mask has rows, and the same for all heads: by heads, ranks would have all of it."""
-    return any(
-        len(bias.shape) > 1 and bias.shape[-2] > 1 and (len(bias.shape) < 3 or bias.shape[-3] == 1)
-        for bias in (case.arguments.get(name) for name in _BIASES)
-        if isinstance(bias, Operand)
-    )
+    bias = _bias_of(case)
+    if bias is None or len(bias.shape) < 2 or bias.shape[-2] == 1:
+        return False
+    return len(bias.shape) < 3 or bias.shape[-3] == 1
 
 
 def _exchanged(
@@ -341,7 +340,7 @@ def _solved(
     linear: bool = False,
     *,
     by: str,
-    local: Local | None,
+    local: Local = at_once,
 ) -> Answer:
     """Lay attention out.
 
@@ -356,18 +355,19 @@ def _solved(
     sizes = _sizes(case)
     names: dict[str, int] = {}
     operands = tuple(_operands(case, names))
-    dropped = float(case["dropout_p"] or 0.0) > 0
+    dropped = float(case["dropout_p"] or 0.0) > 0 and "columns" not in case.arguments
     keep = dict.fromkeys(("s", "t", "e", "f", *names), "is needed whole in attention")
     if dropped:
-        for factor in ("b", "g", "r"):
-            keep[factor] = "has dropout, whose numbers a piece could not draw"
+        keep |= dict.fromkeys("bgr", "has dropout, whose numbers a piece could not draw")
     elif by == "rows":
         del keep["s"]
     present = tuple(None if case.shapes[i] is None else dims for i, dims in enumerate(results))
     sizes |= names | {f"l{i}": 1 for i in range(4)}
     factors = Factors(operands, present, sizes, each(0) if linear else (), keep)
     free = {1: "g"} if by == "heads" else None
-    answer = solve(case, factors, local=partial(_local, local if by == "rows" else None), free=free)
+    answer = solve(
+        case, factors, local=partial(_local, local if by == "rows" else at_once), free=free
+    )
     unrelated = tuple(None if shape is None else whole(len(shape)) for shape in others)
     answer = replace(answer, results=(*answer.results, *unrelated), free=frozenset())
     if by == "pieces" or dropped:
@@ -380,20 +380,22 @@ def _exchangeable(case: Case, answer: Answer, by: str) -> Iterator[int]:
 
     Of a mask that has rows, nothing is: it is large, and each rank can make its rows of it.
     """
-    biases = [case.arguments.get(name) for name in _BIASES]
-    keys = (case["key"], case["value"])
+    bias, keys = _bias_of(case), (case["key"], case["value"])
     for index, operand in enumerate(case.operands):
-        is_bias = any(operand is bias for bias in biases)
         has_rows = len(operand.shape) > 1 and operand.shape[-2] > 1
-        if not has_rows if is_bias else by == "heads" or any(operand is key for key in keys):
+        if (
+            not has_rows
+            if operand is bias
+            else by == "heads" or any(operand is key for key in keys)
+        ):
             yield index
 
 
-def _local(rows: Local | None, op: LocalOp) -> Any:
+def _local(run: Local, op: LocalOp) -> Any:
     """Run the op. For an empty piece give zeros, since kernels divide by the number of heads."""
     if not volume(op.operands[0]):
         return zeros(op, op.arguments["query"])
-    return op.run() if rows is None else rows(op)
+    return run(op)
 
 
 def _sizes(case: Case) -> dict[str, int]:

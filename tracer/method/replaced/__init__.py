@@ -1,0 +1,1 @@
+"""Functions of torch that traced methods compute otherwise than torch does."""
