@@ -22,7 +22,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -280,6 +280,18 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
     return train, evaluate, predict
 
 
+def drawing_alike(step: Any) -> Callable[..., Any]:
+    """A step whose calls all draw the same random numbers, such as masks of dropout."""
+
+    def run(*batch: Any) -> Any:
+        result = step(*batch)
+        state = step.state_dict()
+        step.load_state_dict({**state, "calls": state["calls"] - 1})
+        return result
+
+    return run
+
+
 def sample(predict: Any, tokenizer: Any, args: argparse.Namespace) -> str:
     """Continue --prompt greedily by --sample tokens, alike on all ranks: they get equal logits."""
     ids = tokenizer(args.prompt)["input_ids"]
@@ -459,7 +471,7 @@ def main() -> None:
     if args.pack:
         words = model.whole.get_input_embeddings().num_embeddings
         try:
-            borders.check(evaluate, args.batch, args.length, words)
+            borders.check(drawing_alike(evaluate), args.batch, args.length, words)
         except ValueError as error:
             raise SystemExit(str(error)) from error
     before = sample(predict, tokenizer, args) if args.sample else ""
