@@ -324,6 +324,64 @@ def test_refused_changes(method: str, says: str, line: str, grad: bool) -> None:
     assert actor.linear.weight.requires_grad
 
 
+LIBRARY = """
+from torch import nn
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 3), None
+
+    def forward(self, x):
+        self.last = None
+        self.last = self.linear(x)
+        return self.last.sin()
+
+    def again(self, x):
+        h = self.linear(x) if self.last is None else self.last
+        self.last = h
+        return h.sin()
+
+    def read(self, x):
+        return x + self.last
+"""
+
+
+def library_layer() -> Any:
+    """A layer of an installed package that keeps what it has computed last."""
+    space: dict[str, Any] = {"__name__": "library"}
+    exec(compile(LIBRARY, "/lib/site-packages/library.py", "exec"), space)
+    torch.manual_seed(0)
+    return space["Keeping"]()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_a_library_keeps_and_writes_anew_is_left_out(grad: bool) -> None:
+    layer, x = library_layer(), X.clone().requires_grad_(grad)
+    wanted = run_eager(copy.deepcopy(layer), "forward", (x,), {}, 0)
+    for _ in range(2):  # with the attribute as it was, and as the first trace has left it
+        layer.zero_grad()
+        assert_same_run(run_traced(layer, "forward", (x,), {}, 0), wanted, 1e-6)
+    assert layer.last is not None
+    assert repr(layer.last) == "<a tensor that a step has not kept in 'last'>"
+    assert type(copy.deepcopy(layer).last) is type(layer.last)
+    with pytest.raises(TraceError, match="'last' is read, and a traced method has stored a tensor"):
+        trace(layer, "read", X)
+    for use in (float, bool, lambda last: last.shape, lambda last: torch.sin(last)):
+        with pytest.raises(TraceError, match="set the attribute back to None"):
+            use(layer.last)
+    layer.last = None
+    layer.zero_grad()
+    assert_same_run(run_traced(layer, "forward", (x,), {}, 0), wanted, 1e-6)
+
+
+def test_what_a_library_keeps_and_reads_again_is_refused() -> None:
+    layer = library_layer()
+    with pytest.raises(TraceError, match="stores a traced value in the attribute 'last'"):
+        trace(layer, "again", X)
+    assert layer.last is None
+
+
 def _line(file: str, line: int) -> str:
     with open(file, encoding="utf-8") as source:
         return source.readlines()[line - 1]

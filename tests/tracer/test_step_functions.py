@@ -88,6 +88,43 @@ def test_live_state_after_a_write(bench: Bench) -> None:
     bench.trace(other_actor, X)
 
 
+class Clamping(torch.nn.Module):
+    """Has a parameter to which its forward writes, another, and a view of that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0))
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.row = self.weight.data[0]
+
+    def read(self) -> Any:
+        return self.weight
+
+    def forward(self, x: Any) -> Any:
+        self.scale.data.clamp_(-1, 1)
+        return x * self.scale
+
+    def write_row(self, x: Any) -> Any:
+        self.row.zero_()
+        return x
+
+
+def test_live_state_after_a_write_to_other_state(bench: Bench) -> None:
+    first, _ = bench.stages(Clamping, range(2))
+
+    def other(x: Any) -> Any:
+        weight = first.read()
+        return first.forward(x) @ weight
+
+    def same(x: Any) -> Any:
+        weight = first.read()
+        return first.write_row(x) @ weight
+
+    bench.trace(other, X)
+    error = refusal(bench, same, X)
+    assert "is state of stage0 itself, and stage0 has been written to since" in error.reason
+
+
 def test_writes_into_state_and_into_what_is_kept(bench: Bench) -> None:
     first, _ = stages(bench)
 

@@ -108,14 +108,17 @@ class CallFunctions(ABC, Generic[AnySection]):
         section = self.forward()
         self._refuse_history(held(section.reads))
         part = self._forward(section, name)
-        guard = None
+        guard, state_nodes = None, [node for node, _ in joint.state]
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
             guard = build_guard(call, joint.reads, held(section.reads), who, target.method)
+        references = state_references(joint.outputs, set(map(memory_of_node, state_nodes)))
+        referred = {memory_of_node(joint.outputs[index]) for index in references}
+        changed = memory_of((*written_state(joint), *replaced_state(joint)))
         return TracedFunction(
             part.declaration,
             joint.results,
-            state_references(joint.outputs, {memory_of_node(node) for node, _ in joint.state}),
+            references,
             part.body,
             guard,
             views=sharing(joint.outputs, joint.inputs),
@@ -123,6 +126,8 @@ class CallFunctions(ABC, Generic[AnySection]):
             called=part.called,
             reaching=joint.reaching,
             operators=partial(operator_text, joint),
+            refers=_paths(t for n, t in joint.state if memory_of_node(n) in referred),
+            changes=_paths(t for _, t in joint.state if _memory([t]) & changed),
         )
 
     def derivative(
@@ -222,6 +227,11 @@ class CallFunctions(ABC, Generic[AnySection]):
 def held(state: Iterable[StateTensor]) -> tuple[StateTensor, ...]:
     """The tensors of the state that are read for some, each once."""
     return tuple(dict.fromkeys(source for tensor in state for source in tensor.held))
+
+
+def _paths(state: Iterable[StateTensor]) -> frozenset[str]:
+    """The paths of all attributes that hold tensors of the state."""
+    return frozenset(slot.path for tensor in held(state) for slot in tensor.slots)
 
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:

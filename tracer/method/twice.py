@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..values.actor_state import collect
+from ..values.actor_state import ActorState, collect
 from ..values.interface import TracedCall
 from .joint import Joint, Wanted, run_call, trace_call
 from .purity.op_log import OpLog
@@ -50,11 +50,7 @@ def settled(
     try:
         for initialization in joint.initial:
             initialization.change.put(initialization.change.after)
-        state = collect(call.state.objects[0][0], call.argument_objects)
-        used_on = {id(before.tensor): before.used_on for before in call.state.tensors}
-        for tensor in state.tensors:
-            tensor.used_on = used_on.get(id(tensor.tensor))
-        call = replace(call, state=state)
+        call = replace(call, state=_collected_again(call))
         second = _without_changes(call, wanted, joint)
     except BaseException:
         for initialization in joint.initial:
@@ -64,6 +60,17 @@ def settled(
         if initialization.owner is not None:
             second.reads[initialization.owner].add(str(initialization.change.key))
     return call, second
+
+
+def _collected_again(call: TracedCall) -> ActorState:
+    """The state of a call's actor now; pieces stay pieces, and tensors are used where they were."""
+    state = collect(call.state.objects[0][0], call.argument_objects)
+    before = {id(tensor.tensor): tensor for tensor in call.state.tensors}
+    for number, tensor in enumerate(state.tensors):
+        known = before.get(id(tensor.tensor))
+        if known is not None:
+            state.tensors[number] = replace(tensor, whole=known.whole, used_on=known.used_on)
+    return state
 
 
 def _without_changes(call: TracedCall, derivative: Wanted | None, first: Joint) -> Joint:

@@ -154,6 +154,7 @@ class TracedFunction:
         results: the pytree that a call returns; its value leaves are the declaration's outputs.
         state_outputs: indices of the outputs that eager Python would return as live references
             to the actor's parameters or buffers.
+        refers, changes: the paths of these, and of the state that it changes; None: any of it.
         body: what to run (not sent to other ranks); None for a program.
         program, called: the body of a program, and the functions that it calls.
         guard: what the trace relied on (not sent to other ranks).
@@ -179,6 +180,8 @@ class TracedFunction:
     reaching: tuple[tuple[int, ...], ...] = ()
     operators: Callable[[], str] = str
     host_state: Mapping[str, Bodies] = field(default_factory=dict)
+    refers: frozenset[str] = frozenset()
+    changes: frozenset[str] | None = None
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:
@@ -384,7 +387,7 @@ class Callee:
     Attributes:
         declaration: its entry in the module.
         results: the pytree that a call returns.
-        state_outputs: indices of the outputs that are live references to the actor's state.
+        state_outputs, refers, changes: as of the traced function.
         signature: the pytree `(args, kwargs)` that it was traced with.
         target: what to trace; None if another process plays the actor.
         owner: the ranks that trace it; None if every rank does.
@@ -401,10 +404,8 @@ class Callee:
         views: pairs (result, operand) that may share memory in plain Python.
         reaching: for each result, the operands that its gradient may go to.
         vjps: its derivatives so far, by the masks of outputs and inputs that were requested, and by
-            the functions that may write to its actor between forward and backward. The masks of
-            a derivative itself are exact.
-        strict_body: for an opaque function, a body that raises where a result requires a gradient;
-            None where it cannot run.
+            the functions that may write to its actor in between. A derivative's masks are exact.
+        strict_body: as `TracedFunction.strict`; None where it cannot run.
         strict: the name of that body in the module, once it is there.
     """
 
@@ -425,6 +426,8 @@ class Callee:
     shares: bool
     views: tuple[tuple[int, int], ...]
     reaching: tuple[tuple[int, ...], ...]
+    refers: frozenset[str]
+    changes: frozenset[str] | None
     vjps: dict[VjpKey, Symbol] = field(default_factory=dict)
     strict_body: Bodies | None = None
     strict: Symbol | None = None

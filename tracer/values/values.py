@@ -58,12 +58,14 @@ class Storage:
         pinned: who else holds it, if a write to it would be seen outside the trace.
         actor: the actor whose parameters or buffers it is, if any.
         writes: how often that actor had been written to when the value was read.
+        state: the paths of the parameters and buffers that it may be.
     """
 
     members: list[weakref.ref[Any]] = field(default_factory=list)
     pinned: str | None = None
     actor: str | None = None
     writes: int = 0
+    state: frozenset[str] = frozenset()
 
     def others(self, value: TracedTensor) -> bool:
         """True if Python still holds another value that shares this memory."""
@@ -163,6 +165,7 @@ def share(one: TracedTensor, other: TracedTensor) -> Storage:
     storage.pinned = storage.pinned or merged.pinned
     if storage.actor is None:
         storage.actor, storage.writes = merged.actor, merged.writes
+    storage.state |= merged.state
     return storage
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...errors import TraceError
 from ...values.actor_state import ActorState, StateAttribute, StateTensor
 from ...values.heap.reach import has_fake, reaches_tensor
 from ...values.heap.snapshot import StateChange, show
+from ...values.heap.unkept import UnkeptTensor
 from ...values.interface import TracedCall
 from ...values.operators import storage_key
 from .watch import AttributeWatch
@@ -108,10 +109,17 @@ class _Judge:
         self.watch = watch
         self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
 
-    def judge(self, change: StateChange) -> Rebind | Initialization:
+    def judge(self, change: StateChange) -> Rebind | Initialization | None:
+        """Judge a change; None if it is left out of the graph."""
         tensor = self.state.get(id(change.before))
+        if tensor is None and isinstance(change.after, torch.Tensor):
+            if isinstance(change.before, UnkeptTensor):
+                return None
+            if self._is_librarys(change):
+                unkept = replace(change, after=UnkeptTensor(change.path))
+                return self._initialization(unkept, self._refusal(change))
         if tensor is None and not reaches_tensor(change.after, self._known()):
-            return self._initialization(change)
+            return self._initialization(change, self._refusal(change))
         if tensor is None or not isinstance(change.after, torch.Tensor) or change.key is None:
             raise self._refusal(change)()
         if isinstance(tensor.tensor, torch.nn.Parameter):
@@ -142,14 +150,22 @@ class _Judge:
                 return Rebind(tensor, slot, new, shared=False)
         raise self._refusal(change)()
 
+    def _is_librarys(self, change: StateChange) -> bool:
+        """True for an attribute without a tensor to which a library has written."""
+        owner = _owners(self.call.state).get(id(change.holder))
+        is_written = owner is not None and (owner, str(change.key)) in self.watch.by_library
+        return is_written and not reaches_tensor(change.before, set())
+
     def _known(self) -> set[int]:
         """The actor's own objects, which hold fakes while it is traced."""
         state = self.call.state
         return {id(value) for value, _ in (*state.objects, *state.containers)}
 
-    def _initialization(self, change: StateChange) -> Initialization:
+    def _initialization(
+        self, change: StateChange, refusal: Callable[[], TraceError]
+    ) -> Initialization:
         owner = _owners(self.call.state).get(id(change.holder))
-        return Initialization(None if change.key is None else owner, change, self._refusal(change))
+        return Initialization(None if change.key is None else owner, change, refusal)
 
     def _normed(self, change: StateChange) -> str:
         """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""

@@ -15,7 +15,7 @@ from typing import Any
 from ....ir.location import Location
 from ...error_translation import current_location
 from ...errors import TraceError
-from ...source import is_torch_file
+from ...source import is_installed, is_torch_file
 from ...values.actor_state import ActorState
 from ...values.heap.kinds import is_used_up
 from ...values.heap.snapshot import MISSING
@@ -40,11 +40,13 @@ class AttributeWatch:
     Attributes:
         reads: for the `id` of each object, the names that were read.
         writes: the line of the last write of each (object id, name).
+        by_library: those whose last write is in the code of an installed package.
     """
 
     def __init__(self, state: ActorState) -> None:
         self.reads: dict[int, set[str]] = {}
         self.writes: dict[tuple[int, str], Location | None] = {}
+        self.by_library: set[tuple[int, str]] = set()
         self._state = state
         self._trainers = {id(trainer) for trainer in state.trainers}
         self._patched: list[tuple[type, str, Any]] = []
@@ -95,7 +97,7 @@ class AttributeWatch:
             self._patched.pop()
 
     def _noting(self, cls: type) -> dict[str, Any]:
-        reads, writes = self.reads, self.writes
+        reads, writes, by_library = self.reads, self.writes, self.by_library
         # Taken from the class, so they are plain functions of (object, name, ...).
         get: Callable[..., Any] = cls.__getattribute__
 
@@ -117,6 +119,9 @@ class AttributeWatch:
             def changed(self: Any, name: str, *value: Any) -> None:
                 if id(self) in reads:
                     writes[id(self), name] = current_location()[0]
+                    by_library.discard((id(self), name))
+                    if is_installed(sys._getframe(1).f_code.co_filename):
+                        by_library.add((id(self), name))
                 change(self, name, *value)
 
             return changed

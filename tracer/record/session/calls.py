@@ -93,11 +93,11 @@ def _declare(
         views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
         called = tuple(map(public_part, traced.parts))
         public = (called, results.leaves, skeleton, traced.state_outputs, views, traced.reaching)
-        return traced, public
+        return traced, (*public, traced.refers, traced.changes)
 
     types = ", ".join(map(str, signature.types()))
     own_function, public = agree(session.peers, owner, trace, name, loc, types, _function_text)
-    called, leaves, skeleton, state_outputs, views, reaching = public
+    called, leaves, skeleton, state_outputs, views, reaching, refers, changes = public
     declaration = enter(session, called, () if own_function is None else own_function.parts)
     if own_function is not None:
         session.bodies.update(own_function.host_state)
@@ -130,6 +130,8 @@ def _declare(
         shares=bool(views or state_outputs) or is_opaque or several,
         views=views,
         reaching=reaching,
+        refers=refers,
+        changes=changes,
         strict_body=None if own_function is None else own_function.strict,
     )
 
@@ -371,7 +373,8 @@ def _note_sharing(
         if isinstance(value, TracedTensor):
             storage = storage_of(value)
             storage.pinned = f"it is state of the actor {actor}"
-            storage.actor, storage.writes = actor, session.writes.get(actor, 0)
+            storage.actor, storage.writes = actor, len(session.writes.get(actor, ()))
+            storage.state |= callee.refers
 
 
 def _note_effect(session: Session, callee: Callee) -> None:
@@ -381,7 +384,8 @@ def _note_effect(session: Session, callee: Callee) -> None:
         return
     for actor, effect in ((declaration.actor, declaration.effect), *declaration.shares.effects):
         if effect.changes_state:
-            session.writes[actor] = session.writes.get(actor, 0) + 1
+            changes = callee.changes if actor == declaration.actor else None
+            session.writes.setdefault(actor, []).append(changes)
         if effect is Effect.WRITE:
             # No backward reads state that an update changes (tracer/function/effects.py).
             written = session.written.setdefault(actor, [])

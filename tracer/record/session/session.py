@@ -58,7 +58,7 @@ class Session:
         mb: the current microbatch; None outside of a loop over microbatches.
         recorder: the mode that records torch functions; None when it is not entered.
         paused: the reason why nothing is recorded at the moment; None if ops are recorded.
-        writes: the number of changes of each actor's state, by actor name.
+        writes: the changes of each actor's state, by actor name: paths, or None for any.
         written: the calls that write to each actor's state, with their indices in the program.
         callees: the functions traced so far, by callable and signature.
         sharing: the state that actors share; None before the first call of an actor.
@@ -87,7 +87,7 @@ class Session:
     mb: int | None = None
     recorder: TorchFunctionMode | None = None
     paused: str | None = None
-    writes: dict[str, int] = field(default_factory=dict)
+    writes: dict[str, list[frozenset[str] | None]] = field(default_factory=dict)
     written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
     callees: dict[Any, Callee] = field(default_factory=dict)
     sharing: Sharing | None = None
@@ -306,7 +306,8 @@ class Session:
 
     def _check_fresh(self, traced: Traced, storage: Storage) -> None:
         actor = storage.actor
-        if actor is not None and self.writes.get(actor, 0) != storage.writes:
+        since = self.writes.get(actor, ())[storage.writes :] if actor is not None else ()
+        if any(changes is None or changes & storage.state for changes in since):
             raise TraceError(
                 f"%{traced.value.name} is state of {actor} itself, and {actor} has been written to "
                 "since: plain Python would see the new state here, the compiled step the old",
