@@ -11,7 +11,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ..ir.location import Location
-from .errors import TraceError
+from .errors import TraceError, UnknownRowsError
 from .source import is_installed, is_user_file
 
 OPAQUE_REMEDY = (
@@ -156,6 +156,8 @@ def translate(error: Exception, shown: str, error_loc: Location | None) -> Trace
 
 
 def _explain(error: Exception) -> tuple[str, str]:
+    if isinstance(error, UnknownRowsError):
+        return error.reason, error.remedy
     if isinstance(error, DataDependentOutputException):
         op = str(error.func)
         reason = _VALUE_OPS.get(op, f"{op} needs the value of a tensor")

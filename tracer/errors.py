@@ -35,6 +35,19 @@ class TraceError(Exception):
         return (_rebuild, (type(self), self.reason, self.loc, self.remedy))
 
 
+class UnknownRowsError(Exception):
+    """Rows that the data chooses are used in a way that has no static shapes.
+
+    Attributes:
+        reason, remedy: as of a `TraceError`, which names the method as well.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        self.reason, self.remedy = reason, remedy
+        super().__init__(f"{reason}; {remedy}")
+        note_refusal(self)
+
+
 def _rebuild(cls: type[TraceError], reason: str, loc: Location | None, remedy: str) -> TraceError:
     return cls(reason, loc=loc, remedy=remedy)
 

@@ -69,6 +69,7 @@ class Function:
             parameter at rest, those of the parameter.
         once: whether a step calls it once for all its uses, as long as nothing changes its actor's
             parameters; it reads them, and takes nothing but results of such functions.
+        checks: whether it checks what it takes, so that a call stays though nothing uses it.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Function:
     offloads: tuple[int, ...] = ()
     once: bool = False
     resting: int = 0
+    checks: bool = False
 
     @property
     def is_work(self) -> bool:

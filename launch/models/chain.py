@@ -66,9 +66,7 @@ class Chain:
 def find_lists(model: nn.Module, paths: str | Sequence[str] | None) -> list[LayerList]:
     """Find the lists that may have a model's layers.
 
-    Without paths these are the `ModuleList` or `Sequential` with most parameters, among those that
-    are in no other, which comes first, and all others that have at least as many as its smallest
-    layer.
+    Without paths these are each `ModuleList` or `Sequential` that is in no other.
 
     Raises:
         ValueError: there is no such list.
@@ -90,9 +88,14 @@ def find_lists(model: nn.Module, paths: str | Sequence[str] | None) -> list[Laye
             f"{type(model).__name__} has no ModuleList or Sequential, so cg.cut_layers finds no "
             "layers to cut between"
         )
-    largest = max(outer, key=lambda layer_list: layer_list.size)  # the first of equals
+    return outer
+
+
+def largest_lists(lists: Sequence[LayerList]) -> list[LayerList]:
+    """The list with most parameters, and all others with at least as many as its smallest layer."""
+    largest = max(lists, key=lambda layer_list: layer_list.size)  # the first of equals
     least = max(1, min(map(_size, largest.layers)))
-    return [largest, *(other for other in outer if other is not largest and other.size >= least)]
+    return [largest, *(other for other in lists if other is not largest and other.size >= least)]
 
 
 def _list_at(model: nn.Module, path: str) -> LayerList:

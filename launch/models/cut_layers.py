@@ -55,9 +55,10 @@ def cut_layers(
         example: the model's inputs by name, for that one run; the models of transformers that take
             texts or images need none.
         layers: the path of the list of layers, or several. By default these are the list with most
-            parameters, and all others that have at least as many as a layer of that one and that
-            the model runs once, in order. All that are not chosen are part of what is around the
-            layers. Layers are numbered in the order in which they run.
+            parameters among those that the model runs, and all others that have at least as many
+            as a layer of that one and that the model runs once, in order. All that are not chosen
+            are part of what is around the layers. Layers are numbered in the order in which they
+            run.
         experts: how a mixture of experts of transformers computes them: "cg", by
             `cg.expert_linear`, or one of transformers' implementations, such as "batched_mm". None
             is "cg" in the place of transformers' defaults, which are "grouped_mm" and "eager", and

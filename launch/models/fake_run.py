@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,16 +15,20 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ...tracer.errors import TraceError
+from ...tracer.errors import TraceError, UnknownRowsError
+from ...tracer.method.assertions.assertions import asserted
 from ...tracer.method.attention.varlen_calls import attention_traced
 from ...tracer.method.purity.as_eager import compiled_as_eager
 from ...tracer.method.purity.randomness import draws_bounded
+from ...tracer.method.rows.class_loops import plainly
+from ...tracer.method.rows.row_programs import UNHANDLED, RowPrograms
 from ...tracer.source import traceback_location
 from ...tracer.values.actor_state import reach
 from ...tracer.values.heap.snapshot import Snapshot
-from .chain import Chain, LayerList
+from .chain import Chain, LayerList, largest_lists
 from .dependence import Dependence
 from .experts import has_other_experts
 
@@ -77,11 +82,14 @@ class FakeRun:
                 compiled_as_eager(),
                 attention_traced(type(self.model).__name__),
                 draws_bounded(type(self.model).__name__),
+                _StaticCalls(),
                 watcher,
             ):
                 return self.model(**inputs)
         except ValueError:
             raise
+        except UnknownRowsError as error:
+            raise ValueError(f"{type(self.model).__name__} cannot be traced: {error}") from error
         except TraceError as error:
             raise ValueError(str(error)) from error
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -92,6 +100,24 @@ class FakeRun:
                 f"{', '.join(self.example) or '(none)'}: {type(error).__name__}: {error}; give "
                 "cg.cut_layers inputs as the model takes them, example={name: tensor}"
             ) from error
+
+
+class _StaticCalls(TorchFunctionMode):
+    """Inside the `with` block assertions hold, and chosen rows have static shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = RowPrograms()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._rows.answer(func, args, kwargs, plainly)
+        if result is not UNHANDLED:
+            return result
+        held = asserted(func, args, sys._getframe(1), lambda *_: None)
+        return func(*args, **kwargs) if held is None else held
 
 
 def _data_dependent(
@@ -122,9 +148,10 @@ def order_layers(
 ) -> Chain:
     """The layers of lists, in the order in which the model runs them.
 
-    Lists that the user has not `chosen` are left out if the model does not run them; those after
-    the first one of the others also if it does not run their layers once, in order, and outside of
-    other layers. Whether it does so with that one is seen when the run is observed.
+    Of lists that the user has not `chosen` the largest ones count, among those that the model runs:
+    encoders of images and sounds do not run on a text. Those after the first one of them are left
+    out if the model does not run their layers once, in order, and outside of other layers. Whether
+    it does so with that one is seen when the run is observed.
 
     Raises:
         ValueError: the model cannot run on the example.
@@ -134,9 +161,10 @@ def order_layers(
     entered, nested = _entered(model, lists, example)
     kept = list(range(len(lists)))
     if not chosen:
-        ran = {number for number, _ in entered}
-        first = min(ran, default=0)
-        kept = [n for n in ran if n == first or (n not in nested and _in_order(n, lists, entered))]
+        ran = sorted({number for number, _ in entered})
+        first, *others = map(lists.index, largest_lists([lists[n] for n in ran] or lists))
+        in_order = [n for n in others if n not in nested and _in_order(n, lists, entered)]
+        kept = [first, *in_order]
     every = ((n, i) for n in kept for i in range(len(lists[n].layers)))
     order = list(dict.fromkeys([*(at for at in entered if at[0] in kept), *every]))
     numbers = list(dict.fromkeys(number for number, _ in order))

@@ -256,10 +256,15 @@ class _Leaves(BaseException):  # not an Exception, which a model may catch
 
 
 class _Stand(nn.Module):
-    """Stands in the place of a module, and has its attributes, since models read some."""
+    """Stands in the place of a module, and has its attributes, since models read some.
+
+    So it has modules in the places of those inside: a model may read which there are.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, _stand_for(child))
         attributes = vars(self)
         for holder in (*_own_classes(type(module)), module):
             attributes.update(
@@ -269,6 +274,26 @@ class _Stand(nn.Module):
                     if name not in _OF_ANY_MODULE and _is_plain(value)
                 }
             )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"the forward uses '{name}' of a module that is in another stage; if it changes "
+                "that module, as by another kind of attention for short texts, let the model's "
+                "configuration say so ahead of cg.cut_layers"
+            ) from None
+
+
+def _stand_for(module: nn.Module) -> nn.Module:
+    """The stand-in for a module inside of another one that is left out."""
+    if type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+        return _Stand(module)
+    container = type(module)()
+    for name, child in module.named_children():
+        container.add_module(name, _stand_for(child))
+    return container
 
 
 _OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})

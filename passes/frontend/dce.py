@@ -16,9 +16,9 @@ from .effect_order import effect_of
 class DeadCodeElimination(Pass):
     """Remove ops whose results are not used and that have no effect.
 
-    Calls that change an actor's state or gradients stay. Declarations that no op refers to go. A
-    call that draws random numbers may go: each call has its own key, so no other call's numbers
-    change.
+    Calls that change an actor's state or gradients, or check values, stay. Declarations that no op
+    refers to go. A call that draws random numbers may go: each call has its own key, so no other
+    call's numbers change.
 
     Before::
 
@@ -60,7 +60,8 @@ def _live(module: Module, ops: list[Op]) -> list[Op]:
 def _is_root(module: Module, op: Op) -> bool:
     if isinstance(op, Call):
         effect = effect_of(op, module.functions)
-        return effect.changes_state or effect.is_on_gradients
+        is_check = module.functions[op.fn.name].checks
+        return is_check or effect.changes_state or effect.is_on_gradients
     return op.synchronizes or isinstance(op, (Return, Backward))
 
 

@@ -125,6 +125,7 @@ class RankFunctions(CallFunctions[Subgraph]):
             flops=self.pieces.flops(section),
             workspace=self.pieces.workspace(section),
             offloads=section.offloads,
+            checks=section.checks,
         )
         source = self.pieces.source(section)
         actor = None if self.target.group is None else self.target.group.actor

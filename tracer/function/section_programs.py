@@ -99,6 +99,7 @@ class SectionProgram:
             shares=self.shares,
             actor=self.actor,
             random=any(function.random for function in functions),
+            checks=any(function.checks for function in functions),
             loc=self.loc,
             flops=functools.reduce(_total, (function.flops for function in functions), NO_FLOPS),
         )
@@ -161,6 +162,7 @@ class SectionProgram:
             shares=self.shares if touches else NO_SHARES,
             actor=self.actor,
             random=first.draws,
+            checks=first.checks,
             loc=self.loc,
             flops=count_flops(first.graph),
             workspace=workspace_of(first),

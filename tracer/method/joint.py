@@ -50,6 +50,7 @@ from .purity.scene import Scene
 from .purity.simplify import simplify
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from .rows.row_values import Rows, RowValue, refusal
 from .saving_marks import pass_marks
 
 
@@ -264,6 +265,11 @@ class _JointTrace(Scene):
 
     def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
+        rows = next((leaf for leaf in leaves if isinstance(leaf, RowValue)), None)
+        if rows is not None:
+            unknown = refusal("the method returns them")
+            loc = rows.universe.loc if isinstance(rows, Rows) else None
+            raise self.call.refusal(unknown.reason, unknown.remedy, loc)
         self.results = Tree(tuple(result_spec(leaf, self.call) for leaf in leaves), spec)
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds, self.initial = sort_changes(

@@ -226,6 +226,7 @@ CASES: dict[str, OpCase] = {
     "triu": case(lambda x: x.triu(-1), ints(2, 4, 5)),
     # joining
     "cat": case(lambda x, y: torch.cat([x, y], 1), ints(3, 4), ints(3, 4)),
+    "cat to an empty vector": case(lambda x: torch.cat([torch.zeros(0), x], 1), ints(3, 4)),
     "cat uneven": case(lambda x, y: torch.cat([x, y], 1), ints(3, 4), ints(3, 2)),
     "stack": case(lambda x, y: torch.stack([x, y], 1), ints(3, 4), ints(3, 4)),
     "split": case(lambda x: x.split(3, 1), ints(2, 9)),

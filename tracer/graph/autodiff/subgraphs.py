@@ -37,6 +37,9 @@ class Gradient:
     owned: bool
 
 
+_CHECKS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+
+
 @dataclass(frozen=True)
 class Subgraph:
     """A graph to run on its own.
@@ -76,6 +79,11 @@ class Subgraph:
     def graded(self) -> tuple[StateTensor, ...]:
         """The tensors to whose `.grad` it adds."""
         return tuple(gradient.tensor for gradient in self.gradients)
+
+    @property
+    def checks(self) -> bool:
+        """True if it checks a value, as an assertion does."""
+        return any(node.target in _CHECKS for node in self.graph.nodes)
 
     def on(
         self,

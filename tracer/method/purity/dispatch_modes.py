@@ -28,8 +28,10 @@ from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
 from ...source import is_torch_file
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
+from ..assertions.assertions import asserted
 from ..constants.constant_values import LIFTS, ConstantValues
 from ..experts.expert_products import static_form
+from ..rows.row_programs import UNHANDLED, RowPrograms
 from .function_log import FunctionLog
 from .op_log import OpLog
 from .randomness import count_draw
@@ -224,6 +226,7 @@ class FunctionGuard(TorchFunctionMode):
         super().__init__()
         self.shown = shown
         self.run = run
+        self._rows = RowPrograms()
 
     def __torch_function__(
         self,
@@ -236,6 +239,12 @@ class FunctionGuard(TorchFunctionMode):
             raise UsesGradients(f"it uses {_GRADIENT_WORK[func]}")
         if func == _T.data_ptr and is_torch_file(sys._getframe(1).f_code.co_filename):
             return 0  # torch's own modules ask whether weights lie side by side
+        rows = self._rows.answer(func, args, kwargs or {}, self.run)
+        if rows is not UNHANDLED:
+            return rows
+        answer = asserted(func, args, sys._getframe(1), self.run)
+        if answer is not None:
+            return answer
         if func in _REFUSED:
             reason, remedy = _REFUSED[func]
             if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):

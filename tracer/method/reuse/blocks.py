@@ -24,6 +24,7 @@ from ...values.operators import is_random, storage_key
 from ..purity.dispatch_modes import OpRecorder, Run, nodes_so_far
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
 from ..purity.watch import AttributeWatch
+from ..rows.row_values import RowValue
 from .block import Block, BlockFunction, BlockRecording, TensorNumbers
 from .templates import BlocksMisled, Emitter, Template, graph_so_far
 
@@ -130,7 +131,8 @@ class ModuleCalls:
         before = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or type(module) not in self._classes:
+            is_known = type(module) in self._classes
+            if self._is_inside or not is_known or _takes_rows(args, kwargs):
                 return before(module, *args, **kwargs)
             self._is_inside = True
             try:
@@ -289,3 +291,8 @@ class ModuleCalls:
 
 def _is_random(node: fx.Node) -> bool:
     return is_random(node.target, node.args, node.kwargs)
+
+
+def _takes_rows(args: Any, kwargs: Any) -> bool:
+    """True for a call on rows that the data chooses, which are no tensors."""
+    return any(isinstance(leaf, RowValue) for leaf in pytree.tree_leaves((args, kwargs)))

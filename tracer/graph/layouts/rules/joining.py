@@ -18,30 +18,29 @@ _ATEN = torch.ops.aten
 
 
 def _cat(case: Case) -> Answer:
-    """Tensors of equal lengths may be cut along the dimension: the result is cut in blocks."""
+    """Tensors of equal lengths may be cut along the dimension: the result is cut in blocks.
+
+    An empty vector among tensors of more dimensions, from which caches grow, joins nothing.
+    """
     rank = len(case.shape())
-    if any(len(operand.shape) != rank for operand in case.operands):
-        raise case.error(
-            "it joins an empty tensor of another number of dimensions", "leave that tensor out"
-        )
+    joins = [len(operand.shape) == rank for operand in case.operands]
     dim = dim_of(case["dim"], rank)
     dims = named(case.shape())
-    lengths = [operand.shape[dim] for operand in case.operands]
+    lengths = [o.shape[dim] for o, is_joined in zip(case.operands, joins, strict=True) if is_joined]
     sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
     several = len(set(lengths)) > 1
-    keep = {f"c{i}": "is joined with others of another length" for i in range(len(lengths))}
-    operand_dims = []
-    for i, length in enumerate(lengths):
-        own = f"c{i}" if several else "b"
-        sizes[own] = length
-        operand_dims.append((*dims[:dim], (own,), *dims[dim + 1 :]))
+    keep = {f"c{i}": "is joined with others of another length" for i in range(len(joins))}
+    operand_dims: list[Dims] = []
+    for i, is_joined in enumerate(joins):
+        own = f"c{i}" if several or not is_joined else "b"
+        sizes[own] = case.operands[i].shape[dim if is_joined else 0]
+        operand_dims.append((*dims[:dim], (own,), *dims[dim + 1 :]) if is_joined else ((own,),))
     sizes["n"] = len(lengths)
     joined = (dims[dim] if several else ("n", "b"),)
     result = (*dims[:dim], *joined, *dims[dim + 1 :])
-    linear = jointly(*range(len(lengths)))
-    factors = Factors(
-        tuple(operand_dims), (result,), sizes, linear, keep if several else {}, moves=True
-    )
+    linear = jointly(*range(len(joins)))
+    keep = {name: why for name, why in keep.items() if name in sizes}
+    factors = Factors(tuple(operand_dims), (result,), sizes, linear, keep, moves=True)
     return solve(case, factors)
 
 

@@ -1,0 +1,151 @@
+"""Loops over the classes that occur in a one-hot tensor: one iteration for each class there is.
+
+The rows that iterations add to tensors are added for all classes at once behind the loop. So an
+iteration must do nothing else: for a class that does not occur, plain Python would not run it.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ...values.operators import storage_key
+from . import rowwise
+from .row_values import Read, Rows, RowValue, Universe, refusal
+
+
+@dataclass(frozen=True, eq=False)
+class OneHot:
+    """A tensor is one-hot, along the dimension `dims.index(-1)`.
+
+    Attributes:
+        ids: the classes.
+        classes: how many there are.
+        dims: for each dimension of the tensor that of the ids; -1 for the classes.
+        read: the ids, as they were.
+    """
+
+    ids: torch.Tensor
+    classes: int
+    dims: tuple[int, ...]
+    read: Read
+
+
+@dataclass(frozen=True, eq=False)
+class Occurring:
+    """A tensor says for each class how often it occurs, or whether it does."""
+
+    one_hot: OneHot
+    is_count: bool
+
+
+@dataclass(eq=False)
+class ClassIndex(RowValue):
+    """The number of the class of an iteration."""
+
+    loop: ClassLoop
+    number: int
+
+    def __getitem__(self, index: int) -> ClassIndex:
+        if index != 0:
+            raise refusal("a class is a vector of one number")
+        return self
+
+    def item(self) -> int:
+        return self.number
+
+    def __int__(self) -> int:
+        return self.number
+
+    __index__ = __int__
+
+
+@dataclass(eq=False)
+class ClassMask(RowValue):
+    """Which rows are of the class of an iteration."""
+
+    loop: ClassLoop
+
+    def squeeze(self, dim: int) -> ClassMask:
+        if self.loop.mask_shape[dim] == 1:
+            raise refusal("a dimension of one row is taken away")
+        return self
+
+
+@dataclass(eq=False)
+class ClassLoop(RowValue):
+    """The classes that occur; a loop over them runs once for each class that there is.
+
+    The rows that iterations add to tensors are added for all classes together at the end.
+    """
+
+    one_hot: OneHot
+    universe: Universe
+    enter: Callable[[ClassLoop | None], None]
+    number: int = -1
+    added: list[tuple[torch.Tensor, int, Rows]] = field(default_factory=list)
+    views: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        return tuple(self.universe.shape[dim] for dim in self.one_hot.dims[1:])
+
+    def __iter__(self) -> Iterator[ClassIndex]:
+        frame = sys._getframe(1)
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] not in ("GET_ITER", "FOR_ITER"):
+            raise refusal("Python counts the classes that occur")
+        return self._iterate(frame)
+
+    def _iterate(self, frame: FrameType) -> Iterator[ClassIndex]:
+        before = _numbers(frame)
+        is_left = True
+        self.enter(self)
+        try:
+            for number in range(self.one_hot.classes):
+                self.number = number
+                yield ClassIndex(self, number)
+                now = _numbers(frame)
+                changed = [name for name, value in before.items() if now.get(name) != value]
+                if changed:
+                    raise refusal(f"each iteration over classes changes '{changed[0]}'")
+            is_left = False
+        finally:
+            self.enter(None)
+            if is_left:
+                refusal("a loop over classes is left before its end")  # it is noted
+        self._add()
+
+    def _add(self) -> None:
+        """Add the rows of all classes to the tensors to which the iterations have added some."""
+        targets: dict[tuple[int, int], tuple[torch.Tensor, list[Rows]]] = {}
+        written = {storage_key(tensor) for tensor, _, _ in self.added}
+        for tensor, dim, rows in self.added:
+            if any(
+                storage_key(read.tensor) in written for read in (self.universe.read, *rows.reads)
+            ):
+                raise refusal("an iteration reads a tensor to which iterations add rows")
+            _, parts = targets.setdefault((id(tensor), dim), (tensor, []))
+            if any(rows.number == part.number for part in parts):
+                raise refusal("an iteration adds rows twice to one tensor")
+            parts.append(rows)
+        for (_, dim), (tensor, parts) in targets.items():
+            values = rowwise.combined(self.universe, parts, plainly)
+            others = tuple(d for d in range(len(self.universe.shape)) if d != dim)
+            tensor.add_(values.sum(others) if others else values)
+
+
+def plainly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _numbers(frame: FrameType) -> dict[str, Any]:
+    """The variables of a frame that hold plain numbers, and how much is in those with more."""
+    values = frame.f_locals.items()
+    numbers = {name: value for name, value in values if isinstance(value, int | float)}
+    return numbers | {name: len(v) for name, v in values if isinstance(v, list | dict | set)}
