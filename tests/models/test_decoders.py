@@ -6,20 +6,16 @@ What comes of each type is recorded in `decoders.json`. A default run tries a fe
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from ..sampling import scale
 from .decoder_outcomes import COLUMNS, record
-from .decoder_runs import DecoderStage, outcome_of, train_plainly, two_stages, whole_and_sharded
+from .decoder_runs import outcome_of, train_plainly, two_stages, whole_and_sharded
 from .decoder_serving import generated, serve
-from .decoders import decoder
+from .decoders import class_of, config_of, decoder
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -87,33 +83,10 @@ def test_patches_of_single_bytes_are_trained_without_a_cut() -> None:
 
 
 @pytest.mark.slow
-def test_assertions_on_data_are_left_out_by_an_option_of_python() -> None:
-    program = """
-from tests.models.decoder_runs import train_plainly, two_stages
-from tests.models.decoders import decoder
-model = decoder("xlm")
-two_stages(model, train_plainly(model))
-"""
-    subprocess.run([sys.executable, "-O", "-c", program], check=True, timeout=250)
-
-
-@pytest.mark.slow
-def test_states_of_layers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of recurrent_gemma keep their last states, which training does not read."""
-
-    def put_back(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, moving: Any, ids: Any, lent: Any) -> Any:
-            result = method(self, moving, ids, lent)
-            for module in self.part.modules():
-                if isinstance(module, RecurrentGemmaRglru):
-                    module.recurrent_states = None
-            return result
-
-        return wrapped
-
-    for name in ("forward", "loss"):
-        monkeypatch.setattr(DecoderStage, name, put_back(getattr(DecoderStage, name)))
-    model = decoder("recurrent_gemma")
+def test_full_attention_is_asked_for_ahead_of_the_cut() -> None:
+    config = config_of("big_bird")
+    config.attention_type = "original_full"
+    model = class_of("big_bird")(config).train()
     two_stages(model, train_plainly(model))
 
 
