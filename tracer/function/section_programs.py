@@ -83,9 +83,7 @@ class SectionProgram:
         """Make the function."""
         reductions = self._reductions()
         plans = list(self._plans(reductions))
-        plan_parts = [
-            self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)
-        ]
+        plan_parts = [self._part(i, p) if p.is_needed else None for i, p in enumerate(plans)]
         writer = _SectionWriter(self.section.takes, self.loc)
         program = self._program(writer, plans, plan_parts, reductions)
         parts = (*(part for part in plan_parts if part is not None), *writer.called.values())

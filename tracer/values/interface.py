@@ -152,8 +152,7 @@ class TracedFunction:
     Attributes:
         declaration: its entry in the module.
         results: the pytree that a call returns; its value leaves are the declaration's outputs.
-        state_outputs: indices of the outputs that eager Python would return as live references
-            to the actor's parameters or buffers.
+        state_outputs: indices of outputs that plain Python returns as references to the state.
         refers, changes: the paths of these, and of the state that it changes; None: any of it.
         body: what to run (not sent to other ranks); None for a program.
         program, called: the body of a program, and the functions that it calls.
@@ -275,8 +274,7 @@ class TracedCall:
         device: where values live.
         loc: where the step makes the call.
         home: where the method is defined.
-        argument_objects: the objects among the arguments that have attributes, each with its name
-            in words.
+        argument_objects: objects among the arguments that have attributes, with their names.
         float8: the linear layers of the actor that compute in float8, if any.
         is_of_mesh: whether ranks of a mesh make the call, which may have parts of its values.
     """
