@@ -242,11 +242,12 @@ def described(trace: Trace) -> str:
     for name, body in trace.bodies.items():
         assert isinstance(body, GraphBody), name
         lines.append(name)
-        for node in body.graph.nodes:
+        graph, places = body.graph_and_lines()
+        for node in graph.nodes:
             value = node.meta.get("val")
             kind = "" if not isinstance(value, torch.Tensor) else f"{value.dtype}{value.shape}"
             mark = node.meta.get("cg.saving")
-            place = body.locations.get(node)
+            place = places.get(node)
             lines.append(f"{node.format_node()} {kind} {node.kwargs} {mark} {place}")
     lines += [str(trace.outputs.tree), str(trace.inputs.tree), str(len(trace.guards))]
     return _numbered_anew("\n".join(lines))

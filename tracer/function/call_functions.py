@@ -19,11 +19,9 @@ from ...ir.ops.module import Vjp
 from ..errors import TraceError
 from ..graph.autodiff.partition import AnySection, Sections
 from ..graph.autodiff.recomputation import Recomputation, Within
-from ..graph.autodiff.subgraphs import memory_of as memory_of_node
-from ..graph.autodiff.subgraphs import sharing, state_references
 from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between
 from ..method.guards.guard import build_guard
-from ..method.joint import Joint
+from ..method.joint_graph import Joint
 from ..method.operator_text import operator_text
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import GradientLayout
@@ -115,10 +113,10 @@ class CallFunctions(ABC, Generic[AnySection]):
         return TracedFunction(
             part.declaration,
             joint.results,
-            state_references(joint.outputs, {memory_of_node(node) for node, _ in joint.state}),
+            joint.references,
             part.body,
             guard,
-            views=sharing(joint.outputs, joint.inputs),
+            views=joint.views,
             program=part.program,
             called=part.called,
             reaching=joint.reaching,

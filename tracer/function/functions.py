@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from ...ir.attributes import Effect, Shares
 from ...ir.location import Location
@@ -25,7 +24,8 @@ from ..graph.autodiff.saved_tensors import SavingLimits
 from ..graph.prepared import PreparedGraph
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
-from ..method.joint import Joint, Wanted
+from ..method.joint import Wanted
+from ..method.joint_graph import Joint, JointNodes
 from ..method.purity.watch import UsesGradients
 from ..method.twice import settled
 from ..values.actor_state import ActorState, collect
@@ -41,6 +41,7 @@ from ..values.interface import (
     Write,
     given_objects,
 )
+from ..values.lazy import Lazy
 from ..values.opaque import OpaqueMark, opaque_mark
 from ..values.specs import ObjectSpec, Tree
 from .effects import Effects
@@ -88,7 +89,7 @@ class Functions:
         self._traces = Traces() if traces is None else traces
         self._pieces = GraphPieces()
         self._buckets: dict[str, Buckets] = {}
-        self._casts: dict[tuple[fx.Graph, tuple[int, ...]], PreparedGraph | None] = {}
+        self._casts: dict[tuple[Lazy[JointNodes], tuple[int, ...]], PreparedGraph | None] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -186,7 +187,7 @@ class Functions:
         indices = with_one_scale(target.float8, call.state.tensors)
         if not indices:
             return joint, None
-        key = joint.graph, indices
+        key = joint.nodes, indices
         if key not in self._casts:
             self._casts[key] = PreparedGraph.of(joint, indices)
         graph = self._casts[key]
@@ -215,7 +216,7 @@ class Functions:
         if cached_joint is not None:
             return call, cached_joint
         call, joint = self._traces.make(call, derivative)
-        self._traces.add(call, derivative, joint)
+        self._traces.add(call, derivative, joint, self._pieces.json)
         return call, joint
 
     def _with_state(self, target: Target, call: TracedCall) -> TracedCall:

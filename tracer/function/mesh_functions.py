@@ -42,16 +42,16 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
     buckets: Buckets
 
     def forward(self) -> LaidOutSection:
-        self._refuse_changes([rebind.slot.path for rebind, _ in self.joint.rebinds])
+        self._refuse_changes([rebind.slot.path for rebind in self.joint.rebound])
         return self._cutter().forward()
 
     def sections(
         self, volatile: frozenset[int], recomputation: Recomputation
     ) -> Sections[LaidOutSection]:
         joint = self.joint
-        written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
+        written = [joint.tensors[index].path for index in sorted(joint.backward_written)]
         self._refuse_changes(written, " in its backward")
-        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
+        self._refuse_changes([rebind.slot.path for rebind in joint.rebound])
         self._refuse_without_gradients()
         self._refuse_offloading()
         cutter = self._cutter()

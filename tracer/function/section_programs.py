@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,25 +21,28 @@ from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
 from ...ir.types import DType, TensorType, UnitType, ValueType
 from ..graph.autodiff.subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     fake_of,
     gradients_of,
     is_dense,
-    memory_of,
     results,
 )
-from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
+from ..graph.codegen.codegen import make_body, sources_of
+from ..graph.codegen.generated_source import BodySources
 from ..graph.codegen.workspace import workspace_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
 from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import LayoutTransfer, Version, text_of
+from ..method.node_memory import memory_of
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
+from ..values.lazy import Lazy
 from ..values.operators import is_random
 from ..values.specs import ir_dtype
 from .float8_weights import Float8Weights
@@ -142,15 +145,15 @@ class SectionProgram:
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        pieces: dict[int, tuple[Subgraph, Callable[[], GeneratedSource]]] = {}
+        pieces: dict[int, tuple[Subgraph, BodySources]] = {}
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
                 piece = plan.piece(rank, self.section.in_place, self.owner)
-                pieces[which] = piece, source_of(piece)
+                pieces[which] = piece, sources_of(piece)
             if rank in self.played:
-                piece, source = pieces[which]
-                bodies[rank] = make_body(piece.on_tensors(own), name, source)
+                piece, sources = pieces[which]
+                bodies[rank] = make_body(piece.on_tensors(own), name, sources)
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.in_place)
         function = Function(
@@ -270,8 +273,7 @@ class _PartPlan:
         values = _apart(builder, returned, memory)
         builder.graph.output((*values, *(builder.of(node) for _, node in graded)))
         return Subgraph(
-            graph=builder.graph,
-            owner=owner,
+            nodes=Lazy.known(PieceNodes(builder.graph, owner, builder.locations)),
             reads=tuple(state[version] for version in reads),
             takes=tuple(map(_type, inputs)),
             dense=(True,) * len(inputs),
@@ -280,7 +282,6 @@ class _PartPlan:
             gradients=gradients,
             aliases=(),
             draws=any(is_random(node.target, node.args, node.kwargs) for node in nodes),
-            locations=builder.locations,
         )
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..method.joint import Joint
+from ..method.joint_graph import Joint, JointNodes
 from ..values.actor_state import StateAttribute, StateTensor
+from ..values.lazy import Lazy
 
 MAXIMA = "float8.maxima"
 """The path that stands for the vector of greatest magnitudes."""
@@ -49,17 +50,13 @@ class PreparedGraph:
     """The graph of a joint graph that takes what is prepared of its weights.
 
     Attributes:
-        graph: the new graph.
-        copies: the new node of each node.
-        forward: the names of the nodes of the forward.
-        state: the further placeholders of state, each with the indices of the weights that it is
+        nodes: the new graph.
+        weights: for each further placeholder of state, the indices of the weights that it is
             computed from.
     """
 
-    graph: fx.Graph
-    copies: dict[fx.Node, fx.Node]
-    forward: frozenset[str]
-    state: tuple[tuple[fx.Node, tuple[int, ...]], ...]
+    nodes: Lazy[JointNodes]
+    weights: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(joint: Joint, weights: Sequence[int]) -> PreparedGraph | None:
@@ -71,11 +68,11 @@ class PreparedGraph:
                 method changes stays in the graph.
         """
         changed = joint.written | joint.backward_written
-        rebound = {id(rebind.tensor) for rebind, _ in joint.rebinds}
+        rebound = {id(rebind.tensor) for rebind in joint.rebound}
         uses = [
             (number, index, use)
             for number, index in enumerate(weights)
-            if index not in changed and id(joint.state[index][1]) not in rebound
+            if index not in changed and id(joint.tensors[index]) not in rebound
             for use in _uses(joint.state[index][0])
         ]
         if not uses:
@@ -92,21 +89,9 @@ class PreparedGraph:
 
     def applied(self, joint: Joint) -> Joint:
         """A joint graph, whose nodes are those of which this one was made, on the new graph."""
-        of = self.copies
-        tensors = [tensor for _, tensor in joint.state]
-        further = [(n, _derived(tuple(tensors[i] for i in indices))) for n, indices in self.state]
-        return replace(
-            joint,
-            graph=self.graph,
-            forward=self.forward,
-            state=(*((of[n], t) for n, t in joint.state), *further),
-            inputs=tuple(of[n] for n in joint.inputs),
-            cotangents=tuple(of[n] for n in joint.cotangents),
-            outputs=tuple(of[n] for n in joint.outputs),
-            rebinds=tuple((rebind, of[n]) for rebind, n in joint.rebinds),
-            input_grads=tuple(of[n] for n in joint.input_grads),
-            state_grads=tuple((tensor, of[n]) for tensor, n in joint.state_grads),
-        )
+        tensors = joint.tensors
+        further = (_derived(tuple(tensors[i] for i in indices)) for indices in self.weights)
+        return replace(joint, nodes=self.nodes, tensors=(*tensors, *further), kept=None)
 
 
 def _derived(sources: tuple[StateTensor, ...]) -> StateTensor:
@@ -196,5 +181,22 @@ class _Writer:
 
     def result(self) -> PreparedGraph:
         """The graph as it is now."""
-        state = tuple((node, weights) for weights, node in self._state.items())
-        return PreparedGraph(self._graph, self._of, frozenset(self._forward), state)
+        old = self._joint.nodes.value
+
+        def copied(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+            return tuple(self._of[node] for node in nodes)
+
+        nodes = JointNodes(
+            owner=old.owner,
+            graph=self._graph,
+            state=(*copied(old.state), *self._state.values()),
+            inputs=copied(old.inputs),
+            cotangents=copied(old.cotangents),
+            outputs=copied(old.outputs),
+            rebinds=copied(old.rebinds),
+            input_grads=copied(old.input_grads),
+            state_grads=copied(old.state_grads),
+            forward=frozenset(self._forward),
+            locations=old.locations,
+        )
+        return PreparedGraph(Lazy.known(nodes), tuple(self._state))

@@ -22,19 +22,20 @@ from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
-from ...ir.location import Location
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
-from ..values.actor_state import StateTensor
 from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
+from ..values.lazy import Lazy
 from ..values.operators import storage_key
 from ..values.specs import Static, Tree
 from .attention.varlen_calls import attention_traced
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
 from .float8.linear import in_float8
-from .purity.changes import Initialization, Rebind, sort_changes
+from .joint_graph import Joint, JointNodes
+from .node_memory import memory_of, sharing, state_references
+from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import (
     FunctionGuard,
     OpRecorder,
@@ -59,59 +60,6 @@ class Wanted:
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Joint:
-    """One graph of a call and its backward. Nodes belong to `graph`; values are fakes.
-
-    Attributes:
-        owner: holds the constants that the graph refers to.
-        graph: forward, then backward.
-        state: for each tensor of the state, its placeholder and the tensor.
-        inputs: placeholders of the value inputs.
-        cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
-        outputs: nodes of the value outputs.
-        rebinds: slots in which the call has put a new tensor, with the tensor's node.
-        wanted_outputs: the outputs of `Wanted`.
-        wanted_inputs: the inputs of `Wanted` that a wanted output depends on.
-        input_grads: the cotangents of `wanted_inputs`.
-        reaching: for each output, the value inputs that autograd may send its gradient to.
-        state_grads: trained tensors of the state that get a gradient, with its node.
-        forward: names of the nodes that exist without the backward.
-        results: what the call returns.
-        locations: the user's lines of nodes, by name.
-        draws: whether it draws random numbers.
-        log: the operators of the forward; None of a trace that another process has made.
-        functions: the torch functions of the forward, in order.
-        written, backward_written: indices of the state tensors that the forward, and the backward,
-            write to in place.
-        reads: names of attributes that the trace relied on, by object id.
-        initial: changes that are right only if the first call alone makes them.
-    """
-
-    owner: torch.nn.Module
-    graph: fx.Graph
-    state: tuple[tuple[fx.Node, StateTensor], ...]
-    inputs: tuple[fx.Node, ...]
-    cotangents: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    rebinds: tuple[tuple[Rebind, fx.Node], ...]
-    wanted_outputs: tuple[int, ...]
-    wanted_inputs: tuple[int, ...]
-    input_grads: tuple[fx.Node, ...]
-    reaching: tuple[tuple[int, ...], ...]
-    state_grads: tuple[tuple[StateTensor, fx.Node], ...]
-    forward: frozenset[str]
-    results: Tree
-    locations: Mapping[str, Location]
-    draws: bool
-    log: OpLog | None
-    functions: FunctionLog
-    written: frozenset[int]
-    backward_written: frozenset[int]
-    reads: dict[int, set[str]]
-    initial: tuple[Initialization, ...]
 
 
 def trace_call(
@@ -353,26 +301,36 @@ class _JointTrace(Scene):
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))
-        state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
+        tensors = self.call.state.tensors
+        state = tuple(placeholders[: len(tensors)])
+        inputs = tuple(placeholders[len(tensors) :])
         outputs = tuple(next(returned) for _ in range(self.counts[0]))
-        rebinds = tuple((r, next(returned)) for r in self.rebinds)
+        rebinds = tuple(next(returned) for _ in self.rebinds)
         input_grads = tuple(next(returned) for _ in self.dependent)
-        return Joint(
+        joint_nodes = JointNodes(
             owner=owner,
             graph=owner.graph,
             state=state,
-            inputs=tuple(placeholders[len(state) :]),
+            inputs=inputs,
             cotangents=tuple(nodes[name] for name in self.cotangents),
             outputs=outputs,
             rebinds=rebinds,
+            input_grads=input_grads,
+            state_grads=tuple(next(returned) for _ in self.graded),
+            forward=self.forward,
+            locations=self.recorder.locations,
+        )
+        return Joint(
+            nodes=Lazy.known(joint_nodes),
+            tensors=tuple(tensors),
+            rebound=tuple(self.rebinds),
+            graded=tuple(tensors[i] for i in self.graded),
             wanted_outputs=self.wanted.outputs if self.wanted is not None else (),
             wanted_inputs=tuple(self.dependent),
-            input_grads=input_grads,
             reaching=self.reaching,
-            state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
-            forward=self.forward,
+            references=state_references(outputs, set(map(memory_of, state))),
+            views=sharing(outputs, inputs),
             results=self.results,
-            locations=self.recorder.locations,
             draws=self.recorder.draws,
             log=self.recorder.log,
             functions=self.functions,

@@ -14,20 +14,21 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from ....ir.types import TensorType
-from ...method.joint import Joint
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of, sharing
 from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
+from ...values.lazy import Lazy
 from ...values.specs import ir_dtype
 from .narrowing import NARROW
 from .subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     gradients_of,
     has_effect,
     is_view,
-    memory_of,
     returned_values,
-    sharing,
     type_of,
     written_in_place,
 )
@@ -203,8 +204,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
     cotangents = set(joint.cotangents)
     return Subgraph(
-        graph=builder.graph,
-        owner=joint.owner,
+        nodes=Lazy.known(PieceNodes(builder.graph, joint.owner, builder.locations)),
         reads=tuple(t for _, t in state),
         takes=tuple(map(cut.type_of, part.inputs)),
         dense=tuple(n in cotangents for n in part.inputs),
@@ -217,7 +217,6 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
         ),
         aliases=aliases,
         draws=False,
-        locations=builder.locations,
     )
 
 

@@ -13,23 +13,24 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from ....ir.types import TensorType
-from ...method.joint import Joint
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of, sharing
 from ...method.reuse.saving_functions import OFFLOAD
 from ...method.saving_marks import mark_of
 from ...values.actor_state import StateTensor
+from ...values.lazy import Lazy
 from ...values.specs import ir_dtype
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .narrowing import NARROW, narrowable
 from .recomputation import Recomputation, Recompute, Within, recomputed
 from .split_backward import halve
 from .subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     fake_of,
     live_nodes,
-    memory_of,
     returned_values,
-    sharing,
     type_of,
 )
 
@@ -141,8 +142,7 @@ def forward_piece(
     values += _rebound(builder, joint)
     builder.graph.output(tuple(values))
     return Subgraph(
-        graph=builder.graph,
-        owner=joint.owner,
+        nodes=Lazy.known(PieceNodes(builder.graph, joint.owner, builder.locations)),
         reads=tuple(t for _, t in state),
         takes=tuple(map(type_of, joint.inputs)),
         dense=(True,) * len(joint.inputs),
@@ -151,7 +151,6 @@ def forward_piece(
         gradients=(),
         aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
         draws=joint.draws,
-        locations=builder.locations,
     )
 
 

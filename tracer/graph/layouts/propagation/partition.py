@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from ....method.node_memory import memory_of
 from ....values.operators import is_random
-from ...autodiff.subgraphs import has_effect, memory_of
+from ...autodiff.subgraphs import has_effect
 from ..cases import LayoutError
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites

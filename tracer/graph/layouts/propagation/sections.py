@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ....method.joint import Joint
+from ....method.joint_graph import Joint
 from ....values.actor_state import StateTensor
 from ...autodiff.backward_cut import BackwardCut
 from ...autodiff.partition import Sections
