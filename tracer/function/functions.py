@@ -24,10 +24,10 @@ from ..graph.autodiff.saved_tensors import SavingLimits
 from ..graph.prepared import PreparedGraph
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
+from ..method.function_traces import trace_function
 from ..method.joint import Wanted
 from ..method.joint_graph import Joint, JointNodes
 from ..method.purity.watch import UsesGradients
-from ..method.twice import settled
 from ..values.actor_state import ActorState, collect
 from ..values.gradient_buckets import Buckets
 from ..values.heap.gradient_hooks import has_refused_hooks, post_accumulate_hooks, trainers_of
@@ -211,7 +211,7 @@ class Functions:
             TraceError, UsesGradients: as in `settled` and `refuse_hidden_state`.
         """
         if not isinstance(target, MethodTarget):
-            return settled(call, derivative)
+            return trace_function(call, derivative, self._traces.store, self._pieces.json)
         cached_joint = self._traces.find(call, derivative)
         if cached_joint is not None:
             return call, cached_joint

@@ -83,9 +83,7 @@ class KeptSources:
     def read(
         self, kind: str, write: Callable[[frozenset[str]], GeneratedSource]
     ) -> GeneratedSource | None:
-        if kind not in self.json:
-            return None
-        return read_source(self.json[kind], self.kept.lines, write)
+        return read_source(self.json.get(kind), self.kept.line_of, write)
 
 
 KnownPiece = tuple[Subgraph, PieceFacts]

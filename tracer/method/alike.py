@@ -56,12 +56,13 @@ class Traces:
 
     Attributes:
         blocks: their modules that repeat.
+        store: see above.
     """
 
     def __init__(self, store: TraceStore | None = None) -> None:
         self.blocks = Blocks()
         self._joints: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
-        self._store = store
+        self.store = store
 
     def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
         """Find the trace of a call that is alike, with this call's state; None if there is none."""
@@ -75,7 +76,7 @@ class Traces:
                 known.remove(entry)
                 known.append(entry)
                 return joint
-        return None if self._store is None else self._find_stored(call, wanted, self._store)
+        return None if self.store is None else self._find_stored(call, wanted, self.store)
 
     def _find_stored(
         self, call: TracedCall, wanted: Wanted | None, store: TraceStore
@@ -155,16 +156,16 @@ class Traces:
         can_be_compared = joint.functions.complete and not joint.initial
         if can_be_compared and outline is not None:
             self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
-        if self._store is None:
+        if self.store is None:
             return
         try:
             if not can_be_compared:
                 raise NotStorable("it calls what cannot be compared, or changes its actor")
             key = trace_key(call, wanted, outline)
         except NotStorable as reason:
-            self._store.leave_out(call.shown, str(reason))
+            self.store.leave_out(call.shown, str(reason))
             return
-        self._store.keep(key, lambda: joint_text(joint, pieces(joint)))
+        self.store.keep(key, lambda: joint_text(joint, pieces(joint)))
 
 
 def _settled(
@@ -237,7 +238,7 @@ class _AlikeCall(Scene):
         if self.initial:
             raise Unlike
         joint = _moved(self._joint, self.call.state, rebinds, self.watch.reads)
-        return joint.relocated(self._lines) if self._relocates else joint
+        return joint.relocated(self._lines.get) if self._relocates else joint
 
     def _see(self, entry: LogEntry) -> None:
         """Note where the line of a function is now."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -49,17 +50,21 @@ class JointNodes:
     locations: Mapping[str, Location]
 
 
+Lines: TypeAlias = Callable[[Location], Location | None]
+"""Gives the line of today for a line of an earlier start; None: there is none."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """What an earlier start has made of a joint graph.
 
     Attributes:
         pieces: the JSON of the pieces that it was cut into, with their code.
-        lines: where its lines are now.
+        line_of: gives the line of today for one of its lines; None: there is none.
     """
 
     pieces: Lazy[Json]
-    lines: Mapping[Location, Location]
+    line_of: Lines
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,14 @@ class Joint:
     def locations(self) -> Mapping[str, Location]:
         return self.nodes.value.locations
 
-    def relocated(self, lines: Mapping[Location, Location]) -> Joint:
-        """The trace of an earlier start, with its lines as they are now; others are dropped."""
+    def relocated(self, line_of: Lines) -> Joint:
+        """The trace of an earlier start, with its lines as they are now."""
         nodes, kept = self.nodes, self.kept
 
         def moved() -> JointNodes:
-            old = nodes.value.locations.items()
-            new = {name: lines[line] for name, line in old if line in lines}
+            lines = {name: line_of(line) for name, line in nodes.value.locations.items()}
+            new = {name: line for name, line in lines.items() if line is not None}
             return replace(nodes.value, locations=new)
 
-        kept = None if kept is None else replace(kept, lines=lines)
+        kept = None if kept is None else replace(kept, line_of=line_of)
         return replace(self, nodes=Lazy(moved), kept=kept)

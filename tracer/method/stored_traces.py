@@ -70,25 +70,26 @@ def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None)
     return json.dumps(parts)
 
 
-def joint_text(joint: Joint, pieces: Json) -> str:
+def joint_text(joint: Joint, pieces: Json, is_compared: bool = True) -> str:
     """The text of a trace, in three lines: what is compared, the graph, and its pieces.
 
     Args:
         joint: the trace.
         pieces: the JSON of what it was cut into.
+        is_compared: whether another call is compared with it, by its log.
 
     Raises:
         NotStorable: something in it has no text.
     """
     index = {id(tensor): i for i, tensor in enumerate(joint.tensors)}
     compared = {
-        "log": log_json(joint.functions),
+        "log": log_json(joint.functions) if is_compared else None,
         "graded": [index[id(tensor)] for tensor in joint.graded],
         "wanted": [joint.wanted_outputs, joint.wanted_inputs],
         "reaching": joint.reaching,
         "references": joint.references,
         "views": joint.views,
-        "results": [list(map(_leaf_json, joint.results.leaves)), encoded(joint.results.spec)],
+        "results": [list(map(leaf_json, joint.results.leaves)), encoded(joint.results.spec)],
         "draws": joint.draws,
         "written": [sorted(joint.written), sorted(joint.backward_written)],
     }
@@ -144,7 +145,7 @@ def read_joint(
                 return trace(Damaged(f"a graph: {error}")).nodes.value
 
         functions = _read_functions(content["log"], call, wanted)
-        kept = Kept(Lazy(lambda: json.loads(pieces)), {})
+        kept = Kept(Lazy(lambda: json.loads(pieces)), lambda line: line)
         return _joint_of(content, call, functions, Lazy(nodes), kept)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise Damaged(f"a trace: {error}") from error
@@ -153,7 +154,8 @@ def read_joint(
 def _read_functions(log: Json, call: TracedCall, wanted: Wanted | None) -> FunctionLog:
     mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
     differentiated = frozenset() if wanted is None else frozenset(wanted.inputs)
-    return read_log(log, mode, state_fakes(call, mode), input_fakes(call, mode, differentiated))
+    state, inputs = state_fakes(call, mode), input_fakes(call, mode, differentiated)
+    return FunctionLog(mode, state, inputs) if log is None else read_log(log, mode, state, inputs)
 
 
 def _joint_of(
@@ -205,10 +207,15 @@ def _leaf_key(leaf: Leaf) -> Json:
             return encoded(leaf.value)
         except NotStorable:
             return _type_json(type(leaf.value))
-    return _leaf_json(leaf)
+    return leaf_json(leaf)
 
 
-def _leaf_json(leaf: Leaf) -> Json:
+def leaf_json(leaf: Leaf) -> Json:
+    """The JSON of a leaf of arguments or results.
+
+    Raises:
+        NotStorable: it is no plain data.
+    """
     match leaf:
         case TensorSpec(dtype, shape, requires_grad):
             return ["tensor", encoded(dtype), list(shape), requires_grad]

@@ -40,7 +40,7 @@ from .locator import Locator, show
 from .strides import StrideComparison, compared, laid_out
 
 _serial = itertools.count()
-_FUNCTION = "BODY"
+BODY = "BODY"
 """The name of the generated function in its own source."""
 
 HELPERS: Mapping[str, Any] = {
@@ -160,7 +160,7 @@ def _generate(
     names = source.globals | {"__builtins__": builtins, "MADE": new_gradients}
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
-    run = names[_FUNCTION] = FunctionType(code, names, shown)
+    run = names[BODY] = FunctionType(code, names, shown)
     show(file, source.text)
     weakref.finalize(run, linecache.cache.pop, file, None)
     locator = Locator(run.__code__, source.locations)
@@ -238,7 +238,7 @@ class _BodyWriter:
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
         arguments = "INPUTS" if self._is_fused else self._names(self._inputs)
-        yield f"def {_FUNCTION}({arguments}):", None
+        yield f"def {BODY}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
         yield from ((text, None) for text in self._epilogue())
@@ -330,7 +330,7 @@ class _BodyWriter:
         return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned}, MADE)"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
-        again = f"return {_FUNCTION}({arguments})"
+        again = f"return {BODY}({arguments})"
         yield "    if GRAD_ON():"
         yield f"        with NO_GRAD(): {again}"
         devices = sorted(_devices(self.piece.graph))

@@ -40,16 +40,14 @@ class SettledSources:
 
     Args:
         write: writes one.
-        known: those that are there.
+
+    Attributes:
+        known: those that were asked for.
     """
 
-    def __init__(
-        self,
-        write: Callable[[frozenset[str]], GeneratedSource],
-        known: dict[frozenset[str], GeneratedSource] | None = None,
-    ) -> None:
+    def __init__(self, write: Callable[[frozenset[str]], GeneratedSource]) -> None:
         self._write = write
-        self.known = {} if known is None else known
+        self.known: dict[frozenset[str], GeneratedSource] = {}
 
     def __call__(self, differing: frozenset[str]) -> GeneratedSource:
         if differing not in self.known:

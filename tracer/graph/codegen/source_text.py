@@ -6,9 +6,6 @@ call operators of torch, which are looked up by name, and a few functions of cg.
 
 from __future__ import annotations
 
-import builtins
-import keyword
-import re
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
@@ -16,23 +13,16 @@ from typing import Any
 import torch
 
 from ....ir.location import Location
+from ...method.joint_graph import Lines
 from ...method.stored.function_names import operator_name, operator_named
 from ...method.stored.graph_text import constant_json, read_constant
 from ...method.stored.plain_text import Damaged, Json, decoded, encoded
-from .codegen import HELPERS
+from .codegen import BODY, HELPERS
 from .direct_calls import call_of
 from .generated_source import GeneratedSource, SettledSources
 
-_STRING = r"'(?:[^'\\\n]|\\.)*+'|\"(?:[^\"\\\n]|\\.)*+\""
-_TOKENS = re.compile(
-    rf"(?:[ \n]++|[A-Za-z_]\w*+(?!['\"])|\d++(?:\.\d++)?(?:e[+-]?\d++)?|[()\[\]=,:;-]|{_STRING}"
-    r"|\.(?:is_)?contiguous\(\))*+"
-)
-_STRINGS = re.compile(_STRING)
-_NAMES = re.compile(r"[A-Za-z_]\w*+(?! ?=)")
-"""Names, but for those that are assigned to and those of arguments."""
-_KEYWORDS = {"def", "if", "not", "with", "return", "del", "None", "True", "False", "enabled"}
-_REFUSED = ({*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} - _KEYWORDS) | {"__builtins__"}
+_NAMES = frozenset({BODY, "MADE", "COMPARE", "COMPARED", "is_contiguous", "contiguous"})
+"""What sources name beside their globals: what a body adds to these, and methods of tensors."""
 
 
 def source_json(source: GeneratedSource) -> Json:
@@ -72,33 +62,29 @@ def _value_json(source: GeneratedSource, name: str, value: Any) -> Json:
 
 
 def read_source(
-    json: Json,
-    lines: Mapping[Location, Location],
+    json: Json | None,
+    line_of: Lines,
     write: Callable[[frozenset[str]], GeneratedSource],
-) -> GeneratedSource:
-    """The source of a JSON.
+) -> GeneratedSource | None:
+    """The source of a JSON; None if there is none, or it is damaged.
 
     Args:
         json: what `source_json` has given.
-        lines: where the user's lines are now; others are dropped.
+        line_of: gives the line of today for each of its lines.
         write: writes the source to run when strides have been compared.
-
-    Raises:
-        Damaged: it is no such JSON, or the source holds something else than `codegen.py` writes.
     """
     try:
-        return _source_of(json, lines, write)
-    except (TypeError, ValueError, KeyError, IndexError, SyntaxError) as error:
-        raise Damaged(f"a source: {error}") from error
+        return None if json is None else _source_of(json, line_of, write)
+    except (Damaged, TypeError, ValueError, KeyError, IndexError, SyntaxError):
+        return None
 
 
 def _source_of(
     json: Json,
-    lines: Mapping[Location, Location],
+    line_of: Lines,
     write: Callable[[frozenset[str]], GeneratedSource],
 ) -> GeneratedSource:
     text = str(json["text"])
-    _check(text)
     (code,) = (part for part in compile(text, "<cg>", "exec").co_consts if type(part) is CodeType)
     values: dict[str, Any] = {**HELPERS}
     operators: dict[str, torch._ops.OpOverload] = {}
@@ -108,27 +94,34 @@ def _source_of(
             values[name] = call_of(operators[name])
         else:
             values[name] = read_constant(content) if kind == "tensor" else decoded(content)
-    old = [Location(*line) for line in json["lines"]]
-    places = {number: lines[old[at]] for number, at in json["places"] if old[at] in lines}
     holders = tuple((str(name), int(number)) for name, number in json["holders"])
+    _check(code, {**values, **dict(holders)})
+    lines = [line_of(Location(*line)) for line in json["lines"]]
+    places = {n: line for n, at in json["places"] if (line := lines[at]) is not None}
     settled = None
     if json["settled"] is not None:
-        known = {frozenset(names): read_source(s, lines, write) for names, s in json["settled"]}
-        settled = SettledSources(write, known)
+        later = {frozenset(names): inner for names, inner in json["settled"]}
+
+        def settle(names: frozenset[str]) -> GeneratedSource:
+            source = read_source(later.get(names), line_of, write)
+            return write(names) if source is None else source
+
+        settled = SettledSources(settle)
     return GeneratedSource(text, code, values, operators, holders, places, settled)
 
 
-def _check(text: str) -> None:
-    """Return if a text is a function of statements as `codegen.py` writes them.
+def _check(code: CodeType, values: Mapping[str, Any]) -> None:
+    """Return if a function can reach nothing but some global values, constants and its arguments.
 
-    It has no attributes of values, no imports, and no names of Python's own functions. So all that
-    it can call is among its globals.
+    Python keeps the names of globals, attributes and imports of a function in one place.
+
+    Args:
+        code: the function.
+        values: its globals, which are none of Python's own functions.
 
     Raises:
-        Damaged: it is not.
+        Damaged: it has other names.
     """
-    if _TOKENS.fullmatch(text) is None or not text.startswith("def BODY("):
-        raise Damaged("a source has other words than those of bodies")
-    refused = _REFUSED.intersection(_NAMES.findall(_STRINGS.sub("", text)))
-    if refused:
-        raise Damaged(f"a source has the name {min(refused)}")
+    others = set(code.co_names) - values.keys() - _NAMES
+    if others or code.co_freevars or any(type(part) is CodeType for part in code.co_consts):
+        raise Damaged(f"a source has the names {sorted(others)}")
