@@ -73,7 +73,7 @@ class PreparedGraph:
             (number, index, use)
             for number, index in enumerate(weights)
             if index not in changed and id(joint.tensors[index]) not in rebound
-            for use in _uses(joint.state[index][0])
+            for use in _uses(joint.nodes.value.state[index])
         ]
         if not uses:
             return None

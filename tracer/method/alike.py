@@ -23,7 +23,6 @@ from ..error_translation import call_user, current_location
 from ..errors import TraceError, note_refusal, refusals_dropped
 from ..torch_settings import settings_restored_on_failure
 from ..values.actor_state import ActorState, StateTensor
-from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
@@ -253,7 +252,6 @@ class _AlikeCall(Scene):
             return function(*args, **kwargs)
 
     def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
-        expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(derivative is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
@@ -275,7 +273,7 @@ class _AlikeCall(Scene):
                     result = call_user(self.call.function, *args, **kwargs)
             leaves, spec = pytree.tree_flatten(result)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            changes = expected.changes()
+            changes = self.attributes.changes()
             rebinds, self.initial = sort_changes(
                 changes, self.call, self.state, outputs, self.inputs, self.watch
             )

@@ -24,7 +24,6 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
-from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall, result_spec
 from ..values.lazy import Lazy
 from ..values.operators import storage_key
@@ -192,14 +191,13 @@ class _JointTrace(Scene):
         Returns:
             Outputs, rebound state, gradients, and results of operators that write in secret.
         """
-        expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
             guard = FunctionGuard(self.call.shown, self._in_float8(self.calls.run))
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
                 result = call_user(self.call.function, *args, **kwargs)
-            outputs = self._finish_forward(result, expected)
+            outputs = self._finish_forward(result)
             grads = self._backward(outputs) if self.wanted is not None else []
         self.recorder.check = nothing_to_check  # a cycle would outlive the trace
         rebound = [r.value for r in self.rebinds]
@@ -210,12 +208,12 @@ class _JointTrace(Scene):
         """Run functions, and the linear layers that the plan names in float8."""
         return in_float8(run, self.float8_weights(), self.call.float8)
 
-    def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
+    def _finish_forward(self, result: Any) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
         self.results = Tree(tuple(result_spec(leaf, self.call) for leaf in leaves), spec)
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds, self.initial = sort_changes(
-            expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
+            self.attributes.changes(), self.call, self.state, outputs, self.inputs, self.watch
         )
         self._check_state_metadata()
         self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))

@@ -132,7 +132,7 @@ class BackwardCut:
     def is_changed(self, node: fx.Node) -> bool:
         """True if state changes between the forward's use of it and the backward."""
         joint, index = self._joint, self._state[node]
-        if index in self._volatile or id(joint.state[index][1]) in self._rebound:
+        if index in self._volatile or id(joint.tensors[index]) in self._rebound:
             return True
         return index in joint.written and index not in joint.backward_written
 

@@ -137,7 +137,7 @@ def forward_piece(
                 builder.narrow(node, NARROW)
     memory = {memory_of(n) for n, _ in joint.state}
     values, aliases = returned_values(builder, joint.outputs, joint.inputs, memory)
-    changing = {memory_of(joint.state[i][0]) for i in (*joint.written, *volatile)}
+    changing = {memory_of(joint.nodes.value.state[i]) for i in (*joint.written, *volatile)}
     values += _saved(builder, saved, changing, narrow)
     values += _rebound(builder, joint)
     builder.graph.output(tuple(values))

@@ -159,7 +159,7 @@ class SectionCutter:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation))
-        changing = {joint.state[index][0] for index in volatile}
+        changing = {joint.nodes.value.state[index] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
         # Neither gathered state nor gathered tokens are kept for the backward.
