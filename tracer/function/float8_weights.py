@@ -22,12 +22,12 @@ from ...ir.types import DType, TensorType
 from ..graph.autodiff.subgraphs import PieceNodes, Subgraph
 from ..graph.codegen.bodies import wrapped_body
 from ..graph.codegen.codegen import make_body, sources_of
+from ..lazy import Lazy
 from ..method.float8.formula import quantised, scales_of
 from ..values.actor_state import StateTensor
 from ..values.float8_layers import Float8Recipe, Float8Use
 from ..values.group import GroupActor
 from ..values.interface import Body, RankBodies, TracedPart
-from ..values.lazy import Lazy
 from ..values.specs import ir_dtype
 from .groups.stored import FlatParameter, ParameterGather, filled_up, whole_of
 

@@ -22,6 +22,7 @@ from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
 from ..graph.prepared import PreparedGraph
+from ..lazy import Lazy
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
 from ..method.function_traces import trace_function
@@ -41,7 +42,6 @@ from ..values.interface import (
     Write,
     given_objects,
 )
-from ..values.lazy import Lazy
 from ..values.opaque import OpaqueMark, opaque_mark
 from ..values.specs import ObjectSpec, Tree
 from .effects import Effects

@@ -17,11 +17,13 @@ from ..graph.codegen.codegen import sources_of
 from ..graph.codegen.generated_source import BodySources, GeneratedSource
 from ..graph.codegen.source_text import read_source, source_json
 from ..graph.codegen.workspace import workspace_of
+from ..lazy import Lazy
 from ..method.joint_graph import Joint, Kept
 from ..method.purity.flops import count_flops
 from ..method.stored.plain_text import Damaged, Json, NotStorable
 from ..values.actor_state import StateTensor
-from ..values.lazy import Lazy
+
+_DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def read_piece(json: Json, joint: Joint, cut: Callable[[], Subgraph]) -> KnownPi
             draws=bool(json["draws"]),
             offloads=tuple(map(int, json["offloads"])),
         )
-        flops = Flops(tuple((DType(name), int(count)) for name, count in json["flops"]))
+        flops = Flops(tuple((_DTYPES[name], int(count)) for name, count in json["flops"]))
         workspace, sources = int(json["workspace"]), KeptSources(dict(json["sources"]), joint.kept)
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise Damaged(f"a piece: {error}") from error
@@ -204,4 +206,4 @@ def _type_json(type_: ValueType) -> Json:
 
 def _read_type(json: Json) -> TensorType:
     dtype, shape = json
-    return TensorType(DType(dtype), tuple(map(int, shape)))
+    return TensorType(_DTYPES[dtype], tuple(map(int, shape)))

@@ -15,11 +15,11 @@ from ..graph.autodiff.recomputation import Recomputation, Recompute
 from ..graph.autodiff.subgraphs import PieceNodes, Subgraph
 from ..graph.codegen.codegen import make_body
 from ..graph.codegen.version_counters import with_versions
+from ..lazy import Lazy
 from ..method.joint_graph import Joint, JointNodes
 from ..method.stored.plain_text import Damaged, Json
 from ..values.gradient_buckets import GradientLayout, whole_gradients
 from ..values.interface import RankBodies, TracedPart, TracedVjp, Write
-from ..values.lazy import Lazy
 from .call_functions import CallFunctions
 from .kept_pieces import KnownPiece, PieceFacts, read_forward, read_sections, sections_json
 from .prepared_calls import preparing, taking

@@ -37,12 +37,12 @@ from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
 from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import LayoutTransfer, Version, text_of
+from ..lazy import Lazy
 from ..method.node_memory import memory_of
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
-from ..values.lazy import Lazy
 from ..values.operators import is_random
 from ..values.specs import ir_dtype
 from .float8_weights import Float8Weights

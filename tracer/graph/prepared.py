@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..lazy import Lazy
 from ..method.joint_graph import Joint, JointNodes
 from ..values.actor_state import StateAttribute, StateTensor
-from ..values.lazy import Lazy
 
 MAXIMA = "float8.maxima"
 """The path that stands for the vector of greatest magnitudes."""
@@ -181,22 +181,7 @@ class _Writer:
 
     def result(self) -> PreparedGraph:
         """The graph as it is now."""
-        old = self._joint.nodes.value
-
-        def copied(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-            return tuple(self._of[node] for node in nodes)
-
-        nodes = JointNodes(
-            owner=old.owner,
-            graph=self._graph,
-            state=(*copied(old.state), *self._state.values()),
-            inputs=copied(old.inputs),
-            cotangents=copied(old.cotangents),
-            outputs=copied(old.outputs),
-            rebinds=copied(old.rebinds),
-            input_grads=copied(old.input_grads),
-            state_grads=copied(old.state_grads),
-            forward=frozenset(self._forward),
-            locations=old.locations,
-        )
+        copy, forward = self._of.__getitem__, frozenset(self._forward)
+        further = tuple(self._state.values())
+        nodes = self._joint.nodes.value.on(self._graph, forward, copy, copy, further)
         return PreparedGraph(Lazy.known(nodes), tuple(self._state))

@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
+from ..lazy import Lazy
 from ..values.interface import TracedCall, result_spec
-from ..values.lazy import Lazy
 from ..values.operators import storage_key
 from ..values.specs import Static, Tree
 from .attention.varlen_calls import attention_traced

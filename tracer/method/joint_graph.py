@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from ...ir.location import Location
+from ..lazy import Lazy
 from ..values.actor_state import StateTensor
-from ..values.lazy import Lazy
 from ..values.specs import Tree
 from .purity.changes import Initialization, Rebind
 from .purity.function_log import FunctionLog
@@ -48,6 +48,37 @@ class JointNodes:
     state_grads: tuple[fx.Node, ...]
     forward: frozenset[str]
     locations: Mapping[str, Location]
+
+    def on(
+        self,
+        graph: fx.Graph,
+        forward: frozenset[str],
+        copy: Callable[[fx.Node], fx.Node],
+        end: Callable[[fx.Node], fx.Node],
+        further: Sequence[fx.Node] = (),
+    ) -> JointNodes:
+        """The nodes of another graph that stand for these.
+
+        Args:
+            graph: the graph.
+            forward: names of its nodes that exist without the backward.
+            copy: gives the node that stands for another.
+            end: the same for results, which it is asked for in their order.
+            further: further placeholders of state.
+        """
+        return JointNodes(
+            owner=self.owner,
+            graph=graph,
+            state=(*map(copy, self.state), *further),
+            inputs=tuple(map(copy, self.inputs)),
+            cotangents=tuple(map(copy, self.cotangents)),
+            outputs=tuple(map(end, self.outputs)),
+            rebinds=tuple(map(end, self.rebinds)),
+            input_grads=tuple(map(end, self.input_grads)),
+            state_grads=tuple(map(end, self.state_grads)),
+            forward=forward,
+            locations=self.locations,
+        )
 
 
 Lines: TypeAlias = Callable[[Location], Location | None]

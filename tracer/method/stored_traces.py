@@ -16,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir.location import Location
+from ..lazy import Lazy
 from ..values.interface import TracedCall
-from ..values.lazy import Lazy
 from ..values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree
 from .call_fakes import input_fakes, state_fakes
 from .joint import Wanted

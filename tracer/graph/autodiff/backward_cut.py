@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from ....ir.types import TensorType
+from ...lazy import Lazy
 from ...method.joint_graph import Joint
 from ...method.node_memory import memory_of, sharing
 from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
-from ...values.lazy import Lazy
 from ...values.specs import ir_dtype
 from .narrowing import NARROW
 from .subgraphs import (

@@ -13,12 +13,12 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from ....ir.types import TensorType
+from ...lazy import Lazy
 from ...method.joint_graph import Joint
 from ...method.node_memory import memory_of, sharing
 from ...method.reuse.saving_functions import OFFLOAD
 from ...method.saving_marks import mark_of
 from ...values.actor_state import StateTensor
-from ...values.lazy import Lazy
 from ...values.specs import ir_dtype
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
 from .narrowing import NARROW, narrowable

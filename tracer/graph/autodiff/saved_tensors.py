@@ -20,7 +20,8 @@ from ....ir.flops import WORK_OF_BYTE
 from ....ir.location import Location
 from ....ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from ...errors import TraceError
-from ...method.joint_graph import Joint
+from ...lazy import Lazy
+from ...method.joint_graph import Joint, JointNodes
 from ...method.node_memory import memory_of
 from ...method.purity.flops import flops_of
 from ...method.reuse.saving_functions import KEEP, OFFLOAD, RECOMPUTE
@@ -222,7 +223,7 @@ class SavingLimits:
 
     limits: Mapping[str, int] = field(default_factory=dict)
     narrows: bool = False
-    _savings: dict[tuple[fx.Graph, frozenset[int], frozenset[fx.Node]], Savings] = field(
+    _savings: dict[tuple[Lazy[JointNodes], frozenset[int], frozenset[fx.Node]], Savings] = field(
         default_factory=dict, compare=False, repr=False
     )
 

@@ -18,10 +18,10 @@ from torch import fx
 
 from ....ir.location import Location
 from ....ir.types import TensorType, ValueType
+from ...lazy import Lazy
 from ...method.node_memory import memory_of, sharing, state_references
 from ...method.purity.copy_node import copy_node
 from ...values.actor_state import StateAttribute, StateTensor
-from ...values.lazy import Lazy
 from ...values.operators import is_random, writes_in_secret
 from ...values.specs import ir_dtype
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from ....ir.location import Location
+from ...lazy import Lazy
 from ...values.interface import Bodies, Body, RankBodies
-from ...values.lazy import Lazy
 from ..autodiff.subgraphs import PieceNodes
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
