@@ -6,7 +6,8 @@ for it, such as a compiler of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ...ir.flops import Flops
@@ -28,7 +29,7 @@ _DTYPES = {dtype.value: dtype for dtype in DType}
 
 @dataclass(frozen=True)
 class PieceFacts:
-    """What is known of a piece, whichever actor it is for.
+    """Counts and sources of a piece, whichever actor it is for.
 
     Attributes:
         flops: the floating-point operations of one run.
@@ -54,7 +55,7 @@ class PieceFacts:
             joint: the joint graph that it was cut from.
 
         Raises:
-            NotStorable: a type or a constant has no text.
+            NotStorable: a type has no text.
         """
         numbers = {id(tensor): i for i, tensor in enumerate(joint.tensors)}
         slots = [id(rebind.slot) for rebind in joint.rebound]
@@ -71,8 +72,13 @@ class PieceFacts:
             "offloads": piece.offloads,
             "flops": [[dtype.value, count] for dtype, count in self.flops.value.counts],
             "workspace": self.workspace.value,
-            "sources": {kind: source_json(s) for kind, s in list(self.sources.known.items())},
+            "sources": dict(self._sources_json()),
         }
+
+    def _sources_json(self) -> Iterator[tuple[str, Json]]:
+        for kind, source in list(self.sources.known.items()):
+            with suppress(NotStorable):  # the next start generates it
+                yield kind, source_json(source)
 
 
 @dataclass(frozen=True)

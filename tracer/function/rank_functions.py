@@ -6,7 +6,9 @@ Calls with the same graph share the work, whichever actors they call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...ir.attributes import Effect, Shares
 from ...ir.ops.module import Function
@@ -17,7 +19,7 @@ from ..graph.codegen.codegen import make_body
 from ..graph.codegen.version_counters import with_versions
 from ..lazy import Lazy
 from ..method.joint_graph import Joint, JointNodes
-from ..method.stored.plain_text import Damaged, Json
+from ..method.stored.plain_text import Damaged, Json, NotStorable
 from ..values.gradient_buckets import GradientLayout, whole_gradients
 from ..values.interface import RankBodies, TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
@@ -55,7 +57,7 @@ class GraphPieces:
         return sections.changed(lambda piece: _moved(piece, first, joint))
 
     def facts(self, piece: Subgraph) -> PieceFacts:
-        """What is known of a piece."""
+        """The counts and sources of a piece."""
         if piece.nodes not in self._facts:
             self._facts[piece.nodes] = PieceFacts.of(piece)
         return self._facts[piece.nodes]
@@ -63,18 +65,19 @@ class GraphPieces:
     def json(self, joint: Joint) -> Json:
         """The JSON of the pieces that a joint graph was cut into, for another start.
 
-        Raises:
-            NotStorable: a type or a constant has no text.
+        Pieces that have no text are left out: the next start cuts them again.
         """
+        content: dict[str, Any] = {"forward": None, "sections": []}
         first, forward = self._forwards.get(joint.nodes, (joint, None))
-        return {
-            "forward": None if forward is None else self.facts(forward).json(forward, first),
-            "sections": [
-                [sorted(volatile), sections_json(first, sections, self.facts)]
-                for (nodes, volatile, again), (first, sections) in list(self._splits.items())
-                if nodes is joint.nodes and again is Recompute.NOTHING
-            ],
-        }
+        if forward is not None:
+            with suppress(NotStorable):
+                content["forward"] = self.facts(forward).json(forward, first)
+        for (nodes, volatile, again), (first, sections) in list(self._splits.items()):
+            if nodes is joint.nodes and again is Recompute.NOTHING:
+                with suppress(NotStorable):
+                    parts = sections_json(first, sections, self.facts)
+                    content["sections"].append([sorted(volatile), parts])
+        return content
 
     def _kept_forward(self, joint: Joint) -> Subgraph | None:
         """The forward alone of an earlier start; None if there is none."""
@@ -91,9 +94,9 @@ class GraphPieces:
             for numbers, content in contents:
                 if frozenset(numbers) == volatile:
                     return read_sections(content, joint, volatile, self._note)
+            return None
         except (Damaged, TypeError, ValueError, KeyError):
-            pass  # they are cut out of the graph
-        return None
+            return None  # they are cut out of the graph
 
     def _note(self, known: KnownPiece) -> Subgraph:
         piece, self._facts[piece.nodes] = known

@@ -87,7 +87,7 @@ Lines: TypeAlias = Callable[[Location], Location | None]
 
 @dataclass(frozen=True)
 class Kept:
-    """What an earlier start has made of a joint graph.
+    """The pieces that an earlier start has cut a joint graph into.
 
     Attributes:
         pieces: the JSON of the pieces that it was cut into, with their code.
@@ -122,7 +122,7 @@ class Joint:
             write to in place.
         reads: names of attributes that the trace relied on, by object id.
         initial: changes that are right only if the first call alone makes them.
-        kept: what an earlier start has made of it; None of a trace of this process.
+        kept: the pieces of an earlier start; None of a trace of this process.
     """
 
     nodes: Lazy[JointNodes]

@@ -6,6 +6,7 @@ call operators of torch, which are looked up by name, and a few functions of cg.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
@@ -24,12 +25,15 @@ from .generated_source import GeneratedSource, SettledSources
 _NAMES = frozenset({BODY, "MADE", "COMPARE", "COMPARED", "is_contiguous", "contiguous"})
 """What sources name beside their globals: what a body adds to these, and methods of tensors."""
 
+_GLOBAL = re.compile(r"G\d+|COMPUTE")
+"""What the writer of sources calls globals."""
+
 
 def source_json(source: GeneratedSource) -> Json:
     """The JSON of a source.
 
     Raises:
-        NotStorable: it calls a compiled kernel, or holds a constant that has no text.
+        NotStorable: it calls a compiled kernel, or has a constant without a text.
     """
     holders = dict(source.holders)
     values = [
@@ -89,6 +93,8 @@ def _source_of(
     values: dict[str, Any] = {**HELPERS}
     operators: dict[str, torch._ops.OpOverload] = {}
     for name, (kind, content) in json["globals"]:
+        if _GLOBAL.fullmatch(name) is None:
+            raise Damaged(f"a source has the global {name[:80]}")
         if kind == "operator":
             operators[name] = operator_named(content)
             values[name] = call_of(operators[name])
