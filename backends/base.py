@@ -214,8 +214,6 @@ class GraphBody(StatefulBody, Protocol):
     Attributes:
         run: the function that a call runs.
         locate: finds the user's line behind a traceback through the body, or None.
-        graph: the fx graph that it runs.
-        locations: the user's line of each node, where it is known.
         rebinds: whether it puts new tensors in the place of buffers.
         new_gradients: memory for the `.grad` of parameters that have none, by the parameter's `id`.
             A caller fills this mapping for the time of a call; the body allocates all other
@@ -226,10 +224,9 @@ class GraphBody(StatefulBody, Protocol):
     def run(self) -> Body: ...
     @property
     def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
-    @property
-    def graph(self) -> fx.Graph: ...
-    @property
-    def locations(self) -> Mapping[fx.Node, Location]: ...
+    def graph_and_lines(self) -> tuple[fx.Graph, Mapping[fx.Node, Location]]:
+        """The fx graph that it runs, and the user's line of each node, where it is known."""
+
     @property
     def rebinds(self) -> bool: ...
     @property

@@ -175,12 +175,13 @@ def index_uses(body: Body) -> list[IndexUse]:
     if not isinstance(body, GraphBody):
         return []
     uses = []
-    for node in body.graph.nodes:
+    graph, lines = body.graph_and_lines()
+    for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             use = _USES.get(node.target.overloadpacket)
             if use is not None:
                 name, sizes = use
-                uses.append(IndexUse(name, sizes(node), body.locations.get(node)))
+                uses.append(IndexUse(name, sizes(node), lines.get(node)))
     return list(dict.fromkeys(uses))
 
 

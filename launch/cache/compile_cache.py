@@ -1,7 +1,7 @@
 """The compile cache of a process: what it reads at once, and what it writes behind the first step.
 
 A start that has nothing to read should take no longer for that. So texts are made and written by a
-thread, after the first execution of a step, and at the latest when the process ends.
+thread, when nothing was traced for some seconds, and at the latest when the process ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from ..environment.config import config
 from .entry_store import EntryStore
 
 _LOG = logging.getLogger("cg")
+
+PAUSE = 2.0
+"""Seconds without a new trace after which texts are written: a start is over then."""
 
 Write = Callable[[EntryStore], None]
 """Makes a text and writes it."""
@@ -36,6 +40,7 @@ class CompileCache:
     torch_variables: Mapping[str, str] = field(default_factory=dict)
     _pending: list[Write] = field(default_factory=list)
     _writing: threading.Lock = field(default_factory=threading.Lock)
+    _writer: threading.Thread | None = None
 
     @property
     def is_on(self) -> bool:
@@ -64,9 +69,21 @@ class CompileCache:
             self._pending.append(write)
 
     def write_behind(self) -> None:
-        """Write what is to be kept, in a thread."""
-        if self._pending:
-            threading.Thread(target=self.flush, name="cg compile cache").start()
+        """Write what is to be kept, in a thread, when nothing more has been added for a while.
+
+        A process that ends before does so itself.
+        """
+        if self._pending and (self._writer is None or not self._writer.is_alive()):
+            writer = threading.Thread(target=self._write, name="cg compile cache", daemon=True)
+            self._writer = writer
+            writer.start()
+
+    def _write(self) -> None:
+        while self._pending:
+            before = len(self._pending)
+            time.sleep(PAUSE)
+            if len(self._pending) == before:
+                self.flush()
 
     def flush(self) -> None:
         """Write what is to be kept, now."""

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -93,6 +93,7 @@ class TorchBuild:
     _digest: str = ""
     _names: list[list[str]] = field(default_factory=list)
     _values: list[list[Any]] = field(default_factory=list)
+    _kernels: frozenset[str] = frozenset()
 
     def text(self) -> str:
         """The text, as of now.
@@ -108,6 +109,10 @@ class TorchBuild:
             lines = "".join(line for name, members in spaces for line in _members(name, members))
             self._digest = hashlib.sha256(lines.encode()).hexdigest()
             self._names, self._values = names, values
+        kernels = frozenset(torch.library._impls)
+        if kernels != self._kernels:
+            _check_kernels(kernels)
+            self._kernels = kernels
         read = [f"{name}={text}" for name, text in sorted(self.variables.items())]
         return "\n".join([self._digest, *_surroundings(), *read])
 
@@ -117,12 +122,7 @@ def _identical(one: list[Any], other: list[Any]) -> bool:
 
 
 def _surroundings() -> list[str]:
-    """The settings, and the machine, that torch has here.
-
-    Raises:
-        Replaced: an operator has a kernel of another's.
-    """
-    _check_kernels()
+    """The settings, and the machine, that torch has here."""
     return [
         _static_build(),
         str(default_dtype()),
@@ -195,13 +195,16 @@ def _is_generated(function: FunctionType) -> bool:
     )
 
 
-def _check_kernels() -> None:
+def _check_kernels(kernels: Iterable[str]) -> None:
     """Return if all kernels that Python has registered for torch's operators are torch's own.
+
+    Args:
+        kernels: those that Python has registered.
 
     Raises:
         Replaced: one is for an operator of torch, and not torch's own.
     """
-    for key in list(torch.library._impls):
+    for key in kernels:
         if key.startswith(_OPERATORS) and key not in _known_kernels():
             operator, _, dispatch = key.rpartition("/")
             if not _is_torchs(operator.replace("/", "::"), dispatch):

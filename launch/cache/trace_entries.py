@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ...backends.per_world import PerWorld
 from ...tracer.method.alike import Traces
 from ...tracer.method.stored.plain_text import NotStorable
 from ..world.world import world
@@ -18,12 +19,16 @@ _MANY = 3
 """The most traces that are kept under one key, and compared with a call."""
 
 
+_BUILDS: PerWorld[TorchBuild] = PerWorld()
+
+
 def new_traces() -> Traces:
     """The traces of a step that has none so far, with those of earlier starts behind them."""
     cache = cache_of(world())
     if not cache.is_on:
         return Traces()
-    return Traces(StoredTraces(cache, TorchBuild(cache.torch_variables)))
+    build = _BUILDS.of(world(), lambda: TorchBuild(cache.torch_variables))
+    return Traces(StoredTraces(cache, build))
 
 
 @dataclass(frozen=True)

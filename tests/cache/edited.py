@@ -185,6 +185,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
         self.reasons: list[str] = []
+        self.pending: list[tuple[str, Callable[[], str]]] = []
         self.kept = self.taken = 0
 
     def read(self, key: str) -> Iterator[str]:
@@ -192,7 +193,13 @@ class MemoryStore:
 
     def keep(self, key: str, make_text: Callable[[], str]) -> None:
         self.kept += 1
-        self.texts.setdefault(key, []).append(make_text())
+        self.pending.append((key, make_text))
+
+    def flush(self) -> None:
+        """Write the texts, as a process does behind its first step."""
+        while self.pending:
+            key, make_text = self.pending.pop(0)
+            self.texts.setdefault(key, []).append(make_text())
 
     def take(self, call: str) -> None:
         self.taken += 1
@@ -232,8 +239,29 @@ def traced(version: Version, folder: Path, store: MemoryStore | None) -> str:
     with use_world(VirtualWorld(1)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_function, "new_traces", lambda: Traces(store))
         with loaded(version, folder) as program:
-            x = torch.linspace(-1, 1, version.rows * 4).reshape(version.rows, 4)
-            return described(program.step.lower(x).trace)
+            text = described(program.step.lower(_batch(version)).trace)
+            if store is not None:
+                store.flush()
+            return text
+
+
+def trained(version: Version, folder: Path, store: MemoryStore) -> list[str]:
+    """The losses and the gradients of two steps, with the traces that a store has."""
+    with use_world(VirtualWorld(1)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_function, "new_traces", lambda: Traces(store))
+        with loaded(version, folder) as program:
+            losses = [program.step(_batch(version)).item().hex() for _ in range(2)]
+            gradients = [
+                parameter.grad.sum().item().hex()
+                for stage in program.stages
+                for parameter in stage.local.parameters()
+            ]
+            store.flush()
+            return losses + gradients
+
+
+def _batch(version: Version) -> torch.Tensor:
+    return torch.linspace(-1, 1, version.rows * 4).reshape(version.rows, 4)
 
 
 def described(trace: Trace) -> str:
@@ -242,11 +270,12 @@ def described(trace: Trace) -> str:
     for name, body in trace.bodies.items():
         assert isinstance(body, GraphBody), name
         lines.append(name)
-        for node in body.graph.nodes:
+        graph, places = body.graph_and_lines()
+        for node in graph.nodes:
             value = node.meta.get("val")
             kind = "" if not isinstance(value, torch.Tensor) else f"{value.dtype}{value.shape}"
             mark = node.meta.get("cg.saving")
-            place = body.locations.get(node)
+            place = places.get(node)
             lines.append(f"{node.format_node()} {kind} {node.kwargs} {mark} {place}")
     lines += [str(trace.outputs.tree), str(trace.inputs.tree), str(len(trace.guards))]
     return _numbered_anew("\n".join(lines))

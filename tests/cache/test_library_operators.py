@@ -76,7 +76,10 @@ def traced(operator: Operator, store: MemoryStore | None, method: str = "forward
                 with torch.set_grad_enabled(method == "trained"):
                     return getattr(actor, method)(x)  # type: ignore[no-any-return]
 
-            return described(step.lower(torch.ones(2, 4)).trace).replace(actor.name, "actor")
+            text = described(step.lower(torch.ones(2, 4)).trace)
+            if store is not None:
+                store.flush()
+            return text.replace(actor.name, "actor")
     finally:
         library._destroy()
 

@@ -435,7 +435,7 @@ def test_pools_are_written_to_as_they_are(folder: Path) -> None:
         assert isinstance(size, DecodeSize)
         step = decode_step([stage], limits)
         bodies = step.lower(*size.example(limits, 0)).trace.bodies
-    nodes = [node for body in bodies.values() for node in body.graph.nodes]
+    nodes = [node for body in bodies.values() for node in body.graph_and_lines()[0].nodes]
     written = [node.args[0] for node in nodes if "index_copy" in str(node.target)]
     shapes = [tuple(each.meta["val"].shape) for each in written]
     kept = model.caches[0]

@@ -71,7 +71,7 @@ POLICIES: dict[str, tuple[Any, int]] = {
 def again(*contexts: Any) -> Counter[object]:
     """The operators of a backward."""
     vjp = trace_vjp(Layers(*contexts), "forward", (0,), (0,), X)
-    return Counter(node.target for node in vjp.second.only_body.graph.nodes)  # type: ignore[attr-defined]
+    return Counter(node.target for node in vjp.second.only_body.graph_and_lines()[0].nodes)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", POLICIES)

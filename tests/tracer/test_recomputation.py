@@ -20,7 +20,8 @@ from cg.tracer.function.functions import Functions
 from cg.tracer.graph.autodiff.backward_cut import BackwardCut
 from cg.tracer.graph.autodiff.recomputation import Recompute, kept_bytes, recomputed
 from cg.tracer.graph.autodiff.subgraphs import has_effect, is_view
-from cg.tracer.method.joint import Joint, Wanted, trace_call
+from cg.tracer.method.joint import Wanted, trace_call
+from cg.tracer.method.joint_graph import Joint
 from cg.tracer.values.actor_state import collect
 from cg.tracer.values.interface import MethodTarget, TracedCall, TracedVjp
 

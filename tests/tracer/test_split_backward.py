@@ -161,7 +161,7 @@ def test_the_halves_compute_what_the_whole_does(case: str) -> None:
 
 
 def matmuls(body: Any) -> int:
-    names = [str(node.target) for node in body.graph.nodes]
+    names = [str(node.target) for node in body.graph_and_lines()[0].nodes]
     return sum(name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) for name in names)
 
 
@@ -189,7 +189,11 @@ def test_a_convolution_is_in_both_halves_with_its_part_of_the_mask() -> None:
     make, inputs = CASES["convolution"]
     vjp = make_vjp(make(), inputs)
     masks = [
-        [list(n.args[-1]) for n in half.body.graph.nodes if "convolution_backward" in str(n.target)]  # type: ignore[attr-defined]
+        [
+            list(n.args[-1])
+            for n in half.body.graph_and_lines()[0].nodes
+            if "convolution_backward" in str(n.target)
+        ]  # type: ignore[attr-defined]
         for half in vjp.halves
     ]
     assert masks == [[[True, False, False]] * 2, [[False, True, True]] * 2]

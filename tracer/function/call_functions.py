@@ -19,11 +19,9 @@ from ...ir.ops.module import Vjp
 from ..errors import TraceError
 from ..graph.autodiff.partition import AnySection, Sections
 from ..graph.autodiff.recomputation import Recomputation, Within
-from ..graph.autodiff.subgraphs import memory_of as memory_of_node
-from ..graph.autodiff.subgraphs import sharing, state_references
 from ..graph.codegen.version_counters import CHANGE_AFTER, changed_between
 from ..method.guards.guard import build_guard
-from ..method.joint import Joint
+from ..method.joint_graph import Joint
 from ..method.operator_text import operator_text
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import GradientLayout
@@ -108,26 +106,24 @@ class CallFunctions(ABC, Generic[AnySection]):
         section = self.forward()
         self._refuse_history(held(section.reads))
         part = self._forward(section, name)
-        guard, state_nodes = None, [node for node, _ in joint.state]
+        guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
             guard = build_guard(call, joint.reads, held(section.reads), who, target.method)
-        references = state_references(joint.outputs, set(map(memory_of_node, state_nodes)))
-        referred = {memory_of_node(joint.outputs[index]) for index in references}
         changed = memory_of((*written_state(joint), *replaced_state(joint)))
         return TracedFunction(
             part.declaration,
             joint.results,
-            references,
+            joint.references,
             part.body,
             guard,
-            views=sharing(joint.outputs, joint.inputs),
+            views=joint.views,
             program=part.program,
             called=part.called,
             reaching=joint.reaching,
             operators=partial(operator_text, joint),
-            refers=_paths(t for n, t in joint.state if memory_of_node(n) in referred),
-            changes=_paths(t for _, t in joint.state if _memory([t]) & changed),
+            refers=_paths(joint.tensors[index] for index in joint.referred),
+            changes=_paths(t for t in joint.tensors if _memory([t]) & changed),
         )
 
     def derivative(

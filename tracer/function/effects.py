@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...ir.attributes import Effect
-from ..method.joint import Joint
+from ..method.joint_graph import Joint
 from ..values.actor_state import StateTensor
 from ..values.interface import Write
 from ..values.operators import storage_key
@@ -39,7 +39,7 @@ class Effects:
         memory = self._updated.union(*(self._replaced_by.get(w.function, ()) for w in between))
         return frozenset(
             index
-            for index, (_, state) in enumerate(joint.state)
+            for index, state in enumerate(joint.tensors)
             if any(storage_key(held.tensor) in memory for held in state.held)
             and index not in joint.backward_written
         )
@@ -84,12 +84,12 @@ class Effects:
 
 def written_state(joint: Joint) -> list[torch.Tensor]:
     """The state that a forward writes to in place."""
-    return [joint.state[i][1].tensor for i in joint.written]
+    return [joint.tensors[i].tensor for i in joint.written]
 
 
 def replaced_state(joint: Joint) -> list[torch.Tensor]:
     """The state that a forward gives a new tensor."""
-    return [rebind.tensor.tensor for rebind, _ in joint.rebinds]
+    return [rebind.tensor.tensor for rebind in joint.rebound]
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int | None]:

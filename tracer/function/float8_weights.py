@@ -19,9 +19,10 @@ from ...ir.layout import WHOLE, Layout
 from ...ir.location import Location
 from ...ir.ops.module import Function
 from ...ir.types import DType, TensorType
-from ..graph.autodiff.subgraphs import Subgraph
+from ..graph.autodiff.subgraphs import PieceNodes, Subgraph
 from ..graph.codegen.bodies import wrapped_body
-from ..graph.codegen.codegen import make_body, source_of
+from ..graph.codegen.codegen import make_body, sources_of
+from ..lazy import Lazy
 from ..method.float8.formula import quantised, scales_of
 from ..values.actor_state import StateTensor
 from ..values.float8_layers import Float8Recipe, Float8Use
@@ -191,8 +192,7 @@ def _body(
     examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
     traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
     piece = Subgraph(
-        graph=traced.graph,
-        owner=traced,
+        nodes=Lazy.known(PieceNodes(traced.graph, traced, {})),
         reads=reads,
         takes=takes,
         dense=(True,) * len(takes),
@@ -201,6 +201,6 @@ def _body(
         gradients=(),
         aliases=(),
         draws=False,
-        locations={},
+        checks=False,
     )
-    return make_body(piece, function.name, source_of(piece))
+    return make_body(piece, function.name, sources_of(piece))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from ...ir.attributes import Effect, Shares
 from ...ir.location import Location
@@ -23,11 +22,13 @@ from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
 from ..graph.prepared import PreparedGraph
+from ..lazy import Lazy
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
-from ..method.joint import Joint, Wanted
+from ..method.function_traces import trace_function
+from ..method.joint import Wanted
+from ..method.joint_graph import Joint, JointNodes
 from ..method.purity.watch import UsesGradients
-from ..method.twice import settled
 from ..values.actor_state import ActorState, collect
 from ..values.gradient_buckets import Buckets
 from ..values.heap.gradient_hooks import has_refused_hooks, post_accumulate_hooks, trainers_of
@@ -88,7 +89,7 @@ class Functions:
         self._traces = Traces() if traces is None else traces
         self._pieces = GraphPieces()
         self._buckets: dict[str, Buckets] = {}
-        self._casts: dict[tuple[fx.Graph, tuple[int, ...]], PreparedGraph | None] = {}
+        self._casts: dict[tuple[Lazy[JointNodes], tuple[int, ...]], PreparedGraph | None] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -190,7 +191,7 @@ class Functions:
         indices = with_one_scale(target.float8, call.state.tensors)
         if not indices:
             return joint, None
-        key = joint.graph, indices
+        key = joint.nodes, indices
         if key not in self._casts:
             self._casts[key] = PreparedGraph.of(joint, indices)
         graph = self._casts[key]
@@ -214,12 +215,12 @@ class Functions:
             TraceError, UsesGradients: as in `settled` and `refuse_hidden_state`.
         """
         if not isinstance(target, MethodTarget):
-            return settled(call, derivative)
+            return trace_function(call, derivative, self._traces.store, self._pieces.json)
         cached_joint = self._traces.find(call, derivative)
         if cached_joint is not None:
             return call, cached_joint
         call, joint = self._traces.make(call, derivative)
-        self._traces.add(call, derivative, joint)
+        self._traces.add(call, derivative, joint, self._pieces.json)
         return call, joint
 
     def _with_state(self, target: Target, call: TracedCall) -> TracedCall:

@@ -56,7 +56,7 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self, volatile: frozenset[int], recomputation: Recomputation
     ) -> Sections[LaidOutSection]:
         joint = self.joint
-        written = [joint.state[index][1].path for index in sorted(joint.backward_written)]
+        written = [joint.tensors[index].path for index in sorted(joint.backward_written)]
         self._refuse_changes(written, " in its backward")
         self._refuse_forward_changes()
         self._refuse_without_gradients()
@@ -167,8 +167,8 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
 
     def _refuse_forward_changes(self) -> None:
         joint = self.joint
-        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
-        written = [joint.state[index][1].path for index in sorted(joint.written)]
+        self._refuse_changes([rebind.slot.path for rebind in joint.rebound])
+        written = [joint.tensors[index].path for index in sorted(joint.written)]
         for path in (path for path in written if path in self._at_rest):
             raise self.call.refusal(
                 f"it writes to '{path}', which rests on the host, so it would write to a copy",

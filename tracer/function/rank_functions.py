@@ -5,84 +5,110 @@ Calls with the same graph share the work, whichever actors they call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-
-from torch import fx
+from typing import Any
 
 from ...ir.attributes import Effect, Shares
-from ...ir.flops import Flops
 from ...ir.ops.module import Function
 from ..graph.autodiff.partition import Sections, forward_piece, split
-from ..graph.autodiff.recomputation import Recomputation
-from ..graph.autodiff.subgraphs import Subgraph
-from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
+from ..graph.autodiff.recomputation import Recomputation, Recompute
+from ..graph.autodiff.subgraphs import PieceNodes, Subgraph
+from ..graph.codegen.codegen import make_body
 from ..graph.codegen.version_counters import with_versions
-from ..graph.codegen.workspace import workspace_of
-from ..method.joint import Joint
-from ..method.purity.flops import count_flops
+from ..lazy import Lazy
+from ..method.joint_graph import Joint, JointNodes
+from ..method.stored.plain_text import Damaged, Json, NotStorable
 from ..values.gradient_buckets import GradientLayout, whole_gradients
 from ..values.interface import RankBodies, TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
+from .kept_pieces import KnownPiece, PieceFacts, read_forward, read_sections, sections_json
 from .prepared_calls import preparing, taking
 
 
 @dataclass(eq=False)
 class GraphPieces:
-    """Caches the pieces, operation counts and sources of the graphs of a step's methods."""
+    """Caches the pieces of the graphs of a step's methods, and what is known of each."""
 
-    _forwards: dict[fx.Graph, tuple[Joint, Subgraph]] = field(default_factory=dict)
+    _forwards: dict[Lazy[JointNodes], tuple[Joint, Subgraph]] = field(default_factory=dict)
     _splits: dict[
-        tuple[fx.Graph, Collection[int], Recomputation], tuple[Joint, Sections[Subgraph]]
+        tuple[Lazy[JointNodes], frozenset[int], Recomputation], tuple[Joint, Sections[Subgraph]]
     ] = field(default_factory=dict)
-    _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
-    _workspaces: dict[fx.Graph, int] = field(default_factory=dict)
-    _sources: dict[fx.Graph, Callable[[], GeneratedSource]] = field(default_factory=dict)
+    _facts: dict[Lazy[PieceNodes], PieceFacts] = field(default_factory=dict)
 
     def forward(self, joint: Joint) -> Subgraph:
         """The piece of the forward alone, without a derivative."""
-        if joint.graph not in self._forwards:
-            self._forwards[joint.graph] = joint, forward_piece(joint)
-        first, piece = self._forwards[joint.graph]
+        if joint.nodes not in self._forwards:
+            self._forwards[joint.nodes] = joint, self._kept_forward(joint) or forward_piece(joint)
+        first, piece = self._forwards[joint.nodes]
         return _moved(piece, first, joint)
 
     def sections(
         self, joint: Joint, volatile: frozenset[int], recomputation: Recomputation
     ) -> Sections[Subgraph]:
         """The forward, the backward and its halves; takes the arguments of `partition.split`."""
-        key = joint.graph, volatile, recomputation
+        key = joint.nodes, volatile, recomputation
         if key not in self._splits:
-            self._splits[key] = joint, split(joint, volatile, recomputation)
+            is_plain = recomputation is Recompute.NOTHING
+            kept = self._kept_sections(joint, volatile) if is_plain else None
+            self._splits[key] = joint, kept or split(joint, volatile, recomputation)
         first, sections = self._splits[key]
         return sections.changed(lambda piece: _moved(piece, first, joint))
 
-    def flops(self, piece: Subgraph) -> Flops:
-        """The floating-point operations of one run of a piece."""
-        if piece.graph not in self._flops:
-            self._flops[piece.graph] = count_flops(piece.graph)
-        return self._flops[piece.graph]
+    def facts(self, piece: Subgraph) -> PieceFacts:
+        """The counts and sources of a piece."""
+        if piece.nodes not in self._facts:
+            self._facts[piece.nodes] = PieceFacts.of(piece)
+        return self._facts[piece.nodes]
 
-    def workspace(self, piece: Subgraph) -> int:
-        """The bytes that one run of a piece holds beside its operands and results."""
-        if piece.graph not in self._workspaces:
-            self._workspaces[piece.graph] = workspace_of(piece)
-        return self._workspaces[piece.graph]
+    def json(self, joint: Joint) -> Json:
+        """The JSON of the pieces that a joint graph was cut into, for another start.
 
-    def source(self, piece: Subgraph) -> Callable[[], GeneratedSource]:
-        """Gives the source of a piece's body."""
-        if piece.graph not in self._sources:
-            self._sources[piece.graph] = source_of(piece)
-        return self._sources[piece.graph]
+        Pieces that have no text are left out: the next start cuts them again.
+        """
+        content: dict[str, Any] = {"forward": None, "sections": []}
+        first, forward = self._forwards.get(joint.nodes, (joint, None))
+        if forward is not None:
+            with suppress(NotStorable):
+                content["forward"] = self.facts(forward).json(forward, first)
+        for (nodes, volatile, again), (first, sections) in list(self._splits.items()):
+            if nodes is joint.nodes and again is Recompute.NOTHING:
+                with suppress(NotStorable):
+                    parts = sections_json(first, sections, self.facts)
+                    content["sections"].append([sorted(volatile), parts])
+        return content
+
+    def _kept_forward(self, joint: Joint) -> Subgraph | None:
+        """The forward alone of an earlier start; None if there is none."""
+        try:
+            content = None if joint.kept is None else joint.kept.pieces.value["forward"]
+            return None if content is None else self._note(read_forward(content, joint))
+        except (Damaged, TypeError, KeyError):
+            return None  # it is cut out of the graph
+
+    def _kept_sections(self, joint: Joint, volatile: frozenset[int]) -> Sections[Subgraph] | None:
+        """The sections of an earlier start; None if there are none."""
+        try:
+            contents = [] if joint.kept is None else joint.kept.pieces.value["sections"]
+            for numbers, content in contents:
+                if frozenset(numbers) == volatile:
+                    return read_sections(content, joint, volatile, self._note)
+            return None
+        except (Damaged, TypeError, ValueError, KeyError):
+            return None  # they are cut out of the graph
+
+    def _note(self, known: KnownPiece) -> Subgraph:
+        piece, self._facts[piece.nodes] = known
+        return piece
 
 
 def _moved(piece: Subgraph, first: Joint, joint: Joint) -> Subgraph:
     """The piece with the state of `joint`, which has the same graph as `first`."""
     if first is joint:
         return piece
-    tensors = {id(a): b for (_, a), (_, b) in zip(first.state, joint.state, strict=True)}
-    slots = {
-        id(a.slot): b.slot for (a, _), (b, _) in zip(first.rebinds, joint.rebinds, strict=True)
-    }
+    tensors = {id(a): b for a, b in zip(first.tensors, joint.tensors, strict=True)}
+    slots = {id(a.slot): b.slot for a, b in zip(first.rebound, joint.rebound, strict=True)}
     return piece.on(lambda tensor: tensors[id(tensor)], lambda slot: slots[id(slot)])
 
 
@@ -112,6 +138,7 @@ class RankFunctions(CallFunctions[Subgraph]):
         return preparing(part, prepared, self.weights, name)
 
     def _part(self, section: Subgraph, name: str, effect: Effect, shares: Shares) -> TracedPart:
+        facts = self.pieces.facts(section)
         function = Function(
             name,
             section.takes,
@@ -122,17 +149,16 @@ class RankFunctions(CallFunctions[Subgraph]):
             random=section.draws,
             aliases=section.aliases,
             loc=self.call.declared_at,
-            flops=self.pieces.flops(section),
-            workspace=self.pieces.workspace(section),
+            flops=facts.flops.value,
+            workspace=facts.workspace.value,
             offloads=section.offloads,
             checks=section.checks,
         )
-        source = self.pieces.source(section)
         actor = None if self.target.group is None else self.target.group.actor
         if actor is None or len(actor.instances) == 1:
-            return TracedPart(function, make_body(section, name, source))
+            return TracedPart(function, make_body(section, name, facts.sources))
         pieces = {rank: section.on_tensors(actor.state(rank).tensors) for rank in actor.instances}
-        bodies = {rank: make_body(piece, name, source) for rank, piece in pieces.items()}
+        bodies = {rank: make_body(piece, name, facts.sources) for rank, piece in pieces.items()}
         return TracedPart(function, RankBodies(bodies))
 
     def gradients(self, backward: Subgraph) -> Mapping[str, GradientLayout]:
@@ -141,5 +167,5 @@ class RankFunctions(CallFunctions[Subgraph]):
     def noticing(
         self, derivative: TracedVjp, backward: Subgraph, writes: Sequence[Write]
     ) -> TracedVjp:
-        saved = len(derivative.first.declaration.outputs) - len(self.joint.outputs)
+        saved = len(derivative.first.declaration.outputs) - len(self.joint.results.types())
         return with_versions(derivative, backward.reads, saved, self.call.shown, writes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,21 +21,25 @@ from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
 from ...ir.types import DType, TensorType, UnitType, ValueType
 from ..graph.autodiff.subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     fake_of,
     gradients_of,
+    has_checks,
     is_dense,
-    memory_of,
     results,
 )
-from ..graph.codegen.codegen import GeneratedSource, make_body, source_of
+from ..graph.codegen.codegen import make_body, sources_of
+from ..graph.codegen.generated_source import BodySources
 from ..graph.codegen.workspace import workspace_of
 from ..graph.layouts.cases import LayoutError
 from ..graph.layouts.cuts import unmerged
 from ..graph.layouts.propagation.partition import Part, Partition
 from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import LayoutTransfer, Version, text_of
+from ..lazy import Lazy
+from ..method.node_memory import memory_of
 from ..method.purity.flops import count_flops
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
@@ -141,15 +145,15 @@ class SectionProgram:
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        pieces: dict[int, tuple[Subgraph, Callable[[], GeneratedSource]]] = {}
+        pieces: dict[int, tuple[Subgraph, BodySources]] = {}
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
                 piece = plan.piece(rank, self.section.in_place, self.owner)
-                pieces[which] = piece, source_of(piece)
+                pieces[which] = piece, sources_of(piece)
             if rank in self.played:
-                piece, source = pieces[which]
-                bodies[rank] = make_body(piece.on_tensors(own), name, source)
+                piece, sources = pieces[which]
+                bodies[rank] = make_body(piece.on_tensors(own), name, sources)
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.in_place)
         function = Function(
@@ -271,28 +275,25 @@ class _PartPlan:
         taken = [node_of[version] for version in (*reads, *inputs)]
         returned = [output_of[version] for version in self.returned]
         graded = [(tensor, output_of[version]) for tensor, version in self.gradients]
-        lines = {node.name: node.meta["loc"] for node in nodes if "loc" in node.meta}
-        builder = SubgraphBuilder(lines)
+        builder = SubgraphBuilder({n.name: n.meta["loc"] for n in nodes if "loc" in n.meta})
         for node in taken:
             builder.placeholder(node)
         for node in nodes:
             builder.copy(node)
         memory = {memory_of(node) for node in taken}
-        gradients = gradients_of(graded, returned, memory)
         values = _apart(builder, returned, memory)
         builder.graph.output((*values, *(builder.of(node) for _, node in graded)))
         return Subgraph(
-            graph=builder.graph,
-            owner=owner,
+            nodes=Lazy.known(PieceNodes(builder.graph, owner, builder.locations)),
             reads=tuple(state[version] for version in reads),
             takes=tuple(map(_type, inputs)),
             dense=(True,) * len(inputs),
             gives=tuple(map(_type, self.returned)),
             rebinds=(),
-            gradients=gradients,
+            gradients=gradients_of(graded, returned, memory),
             aliases=(),
             draws=any(is_random(node.target, node.args, node.kwargs) for node in nodes),
-            locations=builder.locations,
+            checks=has_checks(builder.graph),
         )
 
 
@@ -342,9 +343,8 @@ class _SectionWriter:
             results = (self._done,)
         operands = tuple([self._values[version] for version in takes])
         key = 0 if function.random else None
-        self._ops.append(
-            CallOp(operands, results, fn=Symbol(function.name), key=key, loc=self._loc)
-        )
+        call = CallOp(operands, results, fn=Symbol(function.name), key=key, loc=self._loc)
+        self._ops.append(call)
         self._values.update(zip(gives, results, strict=False))
 
     def transfer(self, transfer: LayoutTransfer) -> None:

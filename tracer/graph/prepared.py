@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..method.joint import Joint
+from ..lazy import Lazy
+from ..method.joint_graph import Joint, JointNodes
 from ..values.actor_state import StateAttribute, StateTensor
 
 MAXIMA = "float8.maxima"
@@ -49,17 +50,13 @@ class PreparedGraph:
     """The graph of a joint graph that takes what is prepared of its weights.
 
     Attributes:
-        graph: the new graph.
-        copies: the new node of each node.
-        forward: the names of the nodes of the forward.
-        state: the further placeholders of state, each with the indices of the weights that it is
+        nodes: the new graph.
+        weights: for each further placeholder of state, the indices of the weights that it is
             computed from.
     """
 
-    graph: fx.Graph
-    copies: dict[fx.Node, fx.Node]
-    forward: frozenset[str]
-    state: tuple[tuple[fx.Node, tuple[int, ...]], ...]
+    nodes: Lazy[JointNodes]
+    weights: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(joint: Joint, weights: Sequence[int]) -> PreparedGraph | None:
@@ -71,12 +68,12 @@ class PreparedGraph:
                 method changes stays in the graph.
         """
         changed = joint.written | joint.backward_written
-        rebound = {id(rebind.tensor) for rebind, _ in joint.rebinds}
+        rebound = {id(rebind.tensor) for rebind in joint.rebound}
         uses = [
             (number, index, use)
             for number, index in enumerate(weights)
-            if index not in changed and id(joint.state[index][1]) not in rebound
-            for use in _uses(joint.state[index][0])
+            if index not in changed and id(joint.tensors[index]) not in rebound
+            for use in _uses(joint.nodes.value.state[index])
         ]
         if not uses:
             return None
@@ -92,21 +89,9 @@ class PreparedGraph:
 
     def applied(self, joint: Joint) -> Joint:
         """A joint graph, whose nodes are those of which this one was made, on the new graph."""
-        of = self.copies
-        tensors = [tensor for _, tensor in joint.state]
-        further = [(n, _derived(tuple(tensors[i] for i in indices))) for n, indices in self.state]
-        return replace(
-            joint,
-            graph=self.graph,
-            forward=self.forward,
-            state=(*((of[n], t) for n, t in joint.state), *further),
-            inputs=tuple(of[n] for n in joint.inputs),
-            cotangents=tuple(of[n] for n in joint.cotangents),
-            outputs=tuple(of[n] for n in joint.outputs),
-            rebinds=tuple((rebind, of[n]) for rebind, n in joint.rebinds),
-            input_grads=tuple(of[n] for n in joint.input_grads),
-            state_grads=tuple((tensor, of[n]) for tensor, n in joint.state_grads),
-        )
+        tensors = joint.tensors
+        further = (_derived(tuple(tensors[i] for i in indices)) for indices in self.weights)
+        return replace(joint, nodes=self.nodes, tensors=(*tensors, *further), kept=None)
 
 
 def _derived(sources: tuple[StateTensor, ...]) -> StateTensor:
@@ -196,5 +181,7 @@ class _Writer:
 
     def result(self) -> PreparedGraph:
         """The graph as it is now."""
-        state = tuple((node, weights) for weights, node in self._state.items())
-        return PreparedGraph(self._graph, self._of, frozenset(self._forward), state)
+        copy, forward = self._of.__getitem__, frozenset(self._forward)
+        further = tuple(self._state.values())
+        nodes = self._joint.nodes.value.on(self._graph, forward, copy, copy, further)
+        return PreparedGraph(Lazy.known(nodes), tuple(self._state))

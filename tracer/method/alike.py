@@ -8,7 +8,7 @@ matter only where they change the graph, and nobody has to list them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,14 +23,14 @@ from ..error_translation import call_user, current_location
 from ..errors import TraceError, note_refusal, refusals_dropped
 from ..torch_settings import settings_restored_on_failure
 from ..values.actor_state import ActorState, StateTensor
-from ..values.heap.snapshot import Snapshot
 from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
 from .attention.varlen_calls import attention_traced
 from .call_fakes import is_plain
 from .float8.linear import in_float8
-from .joint import Joint, Wanted, ends
+from .joint import Wanted, ends
+from .joint_graph import Joint
 from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import FunctionGuard
 from .purity.function_log import LogEntry, Rerun, Unlike
@@ -39,7 +39,7 @@ from .purity.scene import Scene
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 from .reuse.templates import BlocksMisled
-from .stored.plain_text import Damaged, NotStorable
+from .stored.plain_text import Damaged, Json, NotStorable
 from .stored_traces import TraceStore, joint_text, read_joint, trace_key
 from .twice import refuse_hidden_state, settled
 
@@ -55,12 +55,13 @@ class Traces:
 
     Attributes:
         blocks: their modules that repeat.
+        store: see above.
     """
 
     def __init__(self, store: TraceStore | None = None) -> None:
         self.blocks = Blocks()
         self._joints: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
-        self._store = store
+        self.store = store
 
     def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
         """Find the trace of a call that is alike, with this call's state; None if there is none."""
@@ -74,7 +75,7 @@ class Traces:
                 known.remove(entry)
                 known.append(entry)
                 return joint
-        return None if self._store is None else self._find_stored(call, wanted, self._store)
+        return None if self.store is None else self._find_stored(call, wanted, self.store)
 
     def _find_stored(
         self, call: TracedCall, wanted: Wanted | None, store: TraceStore
@@ -90,7 +91,8 @@ class Traces:
             return None  # the reason is given where the trace would be kept
         for text in store.read(key):
             try:
-                stored = read_joint(text, call, wanted)
+                again = partial(self._trace_again, call, wanted, store)
+                stored = read_joint(text, call, wanted, again)
             except Damaged as error:
                 store.leave_out(call.shown, f"damaged: {error}")
                 continue
@@ -103,6 +105,13 @@ class Traces:
                 return joint
             store.leave_out(call.shown, "it does not call the functions that were kept")
         return None
+
+    def _trace_again(
+        self, call: TracedCall, wanted: Wanted | None, store: TraceStore, error: Damaged
+    ) -> Joint:
+        """Trace a call that is like a kept one, whose graph turns out to be damaged."""
+        store.leave_out(call.shown, f"damaged: {error}")
+        return _settled(call, wanted, None)[1]
 
     def make(self, call: TracedCall, wanted: Wanted | None) -> tuple[TracedCall, Joint]:
         """Trace a call by `settled`, and check it by `refuse_hidden_state`.
@@ -127,22 +136,35 @@ class Traces:
                 raise
         return _settled(call, wanted, None)
 
-    def add(self, call: TracedCall, wanted: Wanted | None, joint: Joint) -> None:
-        """Keep a trace if another call can be compared with it."""
+    def add(
+        self,
+        call: TracedCall,
+        wanted: Wanted | None,
+        joint: Joint,
+        pieces: Callable[[Joint], Json],
+    ) -> None:
+        """Keep a trace if another call can be compared with it.
+
+        Args:
+            call: the call.
+            wanted: the derivative that was traced as well, if any.
+            joint: the trace.
+            pieces: gives the JSON of what it was cut into, when that is done.
+        """
         outline = _outline(call.state)
         can_be_compared = joint.functions.complete and not joint.initial
         if can_be_compared and outline is not None:
             self._joints.setdefault(_kind(call, wanted), []).append((outline, joint))
-        if self._store is None:
+        if self.store is None:
             return
         try:
             if not can_be_compared:
                 raise NotStorable("it calls what cannot be compared, or changes its actor")
             key = trace_key(call, wanted, outline)
         except NotStorable as reason:
-            self._store.leave_out(call.shown, str(reason))
+            self.store.leave_out(call.shown, str(reason))
             return
-        self._store.keep(key, partial(joint_text, joint))
+        self.store.keep(key, lambda: joint_text(joint, pieces(joint)))
 
 
 def _settled(
@@ -216,10 +238,7 @@ class _AlikeCall(Scene):
         if self.initial:
             raise Unlike
         joint = _moved(self._joint, self.call.state, rebinds, self.watch.reads)
-        if not self._relocates:
-            return joint
-        old, new = joint.locations.items(), self._lines
-        return replace(joint, locations={name: new[line] for name, line in old if line in new})
+        return joint.relocated(self._lines.get) if self._relocates else joint
 
     def _see(self, entry: LogEntry) -> None:
         """Note where the line of a function is now."""
@@ -234,7 +253,6 @@ class _AlikeCall(Scene):
             return function(*args, **kwargs)
 
     def _go_along(self, derivative: Wanted | None) -> list[Rebind]:
-        expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(derivative is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
@@ -256,7 +274,7 @@ class _AlikeCall(Scene):
                     result = call_user(self.call.function, *args, **kwargs)
             leaves, spec = pytree.tree_flatten(result)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            changes = expected.changes()
+            changes = self.attributes.changes()
             rebinds, self.initial = sort_changes(
                 changes, self.call, self.state, outputs, self.inputs, self.watch
             )
@@ -290,15 +308,10 @@ def _moved(
     joint: Joint, state: ActorState, rebinds: Sequence[Rebind], reads: dict[int, set[str]]
 ) -> Joint:
     """The trace with the state of another actor, whose tensors correspond in order."""
-    index = {id(tensor): i for i, (_, tensor) in enumerate(joint.state)}
-    tensors = state.tensors
-    return replace(
-        joint,
-        state=tuple((n, t) for (n, _), t in zip(joint.state, tensors, strict=True)),
-        rebinds=tuple((r, n) for (_, n), r in zip(joint.rebinds, rebinds, strict=True)),
-        state_grads=tuple((tensors[index[id(t)]], n) for t, n in joint.state_grads),
-        reads=reads,
-    )
+    index = {id(tensor): i for i, tensor in enumerate(joint.tensors)}
+    tensors = tuple(state.tensors)
+    graded = tuple(tensors[index[id(tensor)]] for tensor in joint.graded)
+    return replace(joint, tensors=tensors, rebound=tuple(rebinds), graded=graded, reads=reads)
 
 
 def _outline(state: ActorState) -> Hashable | None:

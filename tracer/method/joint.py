@@ -22,11 +22,9 @@ from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
-from ...ir.location import Location
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
-from ..values.actor_state import StateTensor
-from ..values.heap.snapshot import Snapshot
+from ..lazy import Lazy
 from ..values.interface import TracedCall, result_spec
 from ..values.operators import storage_key
 from ..values.specs import Static, Tree
@@ -34,7 +32,9 @@ from .attention.varlen_calls import attention_traced
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
 from .float8.linear import in_float8
-from .purity.changes import Initialization, Rebind, sort_changes
+from .joint_graph import Joint, JointNodes
+from .node_memory import memory_of, sharing, state_references
+from .purity.changes import Rebind, sort_changes
 from .purity.dispatch_modes import (
     FunctionGuard,
     OpRecorder,
@@ -60,59 +60,6 @@ class Wanted:
 
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Joint:
-    """One graph of a call and its backward. Nodes belong to `graph`; values are fakes.
-
-    Attributes:
-        owner: holds the constants that the graph refers to.
-        graph: forward, then backward.
-        state: for each tensor of the state, its placeholder and the tensor.
-        inputs: placeholders of the value inputs.
-        cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
-        outputs: nodes of the value outputs.
-        rebinds: slots in which the call has put a new tensor, with the tensor's node.
-        wanted_outputs: the outputs of `Wanted`.
-        wanted_inputs: the inputs of `Wanted` that a wanted output depends on.
-        input_grads: the cotangents of `wanted_inputs`.
-        reaching: for each output, the value inputs that autograd may send its gradient to.
-        state_grads: trained tensors of the state that get a gradient, with its node.
-        forward: names of the nodes that exist without the backward.
-        results: what the call returns.
-        locations: the user's lines of nodes, by name.
-        draws: whether it draws random numbers.
-        log: the operators of the forward; None of a trace that another process has made.
-        functions: the torch functions of the forward, in order.
-        written, backward_written: indices of the state tensors that the forward, and the backward,
-            write to in place.
-        reads: names of attributes that the trace relied on, by object id.
-        initial: changes that are right only if the first call alone makes them.
-    """
-
-    owner: torch.nn.Module
-    graph: fx.Graph
-    state: tuple[tuple[fx.Node, StateTensor], ...]
-    inputs: tuple[fx.Node, ...]
-    cotangents: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    rebinds: tuple[tuple[Rebind, fx.Node], ...]
-    wanted_outputs: tuple[int, ...]
-    wanted_inputs: tuple[int, ...]
-    input_grads: tuple[fx.Node, ...]
-    reaching: tuple[tuple[int, ...], ...]
-    state_grads: tuple[tuple[StateTensor, fx.Node], ...]
-    forward: frozenset[str]
-    results: Tree
-    locations: Mapping[str, Location]
-    draws: bool
-    log: OpLog | None
-    functions: FunctionLog
-    written: frozenset[int]
-    backward_written: frozenset[int]
-    reads: dict[int, set[str]]
-    initial: tuple[Initialization, ...]
 
 
 def trace_call(
@@ -245,14 +192,13 @@ class _JointTrace(Scene):
         Returns:
             Outputs, rebound state, gradients, and results of operators that write in secret.
         """
-        expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
             guard = FunctionGuard(self.call.shown, self._in_float8(self.calls.run))
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
                 result = call_user(self.call.function, *args, **kwargs)
-            outputs = self._finish_forward(result, expected)
+            outputs = self._finish_forward(result)
             grads = self._backward(outputs) if self.wanted is not None else []
         self.recorder.check = nothing_to_check  # a cycle would outlive the trace
         rebound = [r.value for r in self.rebinds]
@@ -263,7 +209,7 @@ class _JointTrace(Scene):
         """Run functions, and the linear layers that the plan names in float8."""
         return in_float8(run, self.float8_weights(), self.call.float8)
 
-    def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
+    def _finish_forward(self, result: Any) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
         rows = next((leaf for leaf in leaves if isinstance(leaf, RowValue)), None)
         if rows is not None:
@@ -273,7 +219,7 @@ class _JointTrace(Scene):
         self.results = Tree(tuple(result_spec(leaf, self.call) for leaf in leaves), spec)
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds, self.initial = sort_changes(
-            expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
+            self.attributes.changes(), self.call, self.state, outputs, self.inputs, self.watch
         )
         self._check_state_metadata()
         self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))
@@ -359,26 +305,37 @@ class _JointTrace(Scene):
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))
-        state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
+        tensors = self.call.state.tensors
+        state = tuple(placeholders[: len(tensors)])
+        inputs = tuple(placeholders[len(tensors) :])
         outputs = tuple(next(returned) for _ in range(self.counts[0]))
-        rebinds = tuple((r, next(returned)) for r in self.rebinds)
+        rebinds = tuple(next(returned) for _ in self.rebinds)
         input_grads = tuple(next(returned) for _ in self.dependent)
-        return Joint(
+        joint_nodes = JointNodes(
             owner=owner,
             graph=owner.graph,
             state=state,
-            inputs=tuple(placeholders[len(state) :]),
+            inputs=inputs,
             cotangents=tuple(nodes[name] for name in self.cotangents),
             outputs=outputs,
             rebinds=rebinds,
+            input_grads=input_grads,
+            state_grads=tuple(next(returned) for _ in self.graded),
+            forward=self.forward,
+            locations=self.recorder.locations,
+        )
+        return Joint(
+            nodes=Lazy.known(joint_nodes),
+            tensors=tuple(tensors),
+            rebound=tuple(self.rebinds),
+            graded=tuple(tensors[i] for i in self.graded),
             wanted_outputs=self.wanted.outputs if self.wanted is not None else (),
             wanted_inputs=tuple(self.dependent),
-            input_grads=input_grads,
             reaching=self.reaching,
-            state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
-            forward=self.forward,
+            references=state_references(outputs, set(map(memory_of, state))),
+            referred=state_references(state, set(map(memory_of, outputs)) - {None}),
+            views=sharing(outputs, inputs),
             results=self.results,
-            locations=self.recorder.locations,
             draws=self.recorder.draws,
             log=self.recorder.log,
             functions=self.functions,

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .joint import Joint
+from .joint_graph import Joint
 
 _OWN = re.compile(r" at 0x[0-9a-f]+|, index=\d+")
 """What differs between processes that have the same graph: addresses, and numbers of devices."""

@@ -13,15 +13,16 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir.location import Location
+from ..lazy import Lazy
 from ..values.interface import TracedCall
 from ..values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree
 from .call_fakes import input_fakes, state_fakes
-from .joint import Joint, Wanted
-from .purity.changes import Rebind
+from .joint import Wanted
+from .joint_graph import Joint, JointNodes, Kept
+from .purity.function_log import FunctionLog
 from .stored.graph_text import graph_json, nodes_at, numbers_of, read_graph
 from .stored.log_text import log_json, read_log
 from .stored.plain_text import Damaged, Json, NotStorable, decoded, encoded
@@ -70,108 +71,136 @@ def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None)
     return json.dumps(parts)
 
 
-def joint_text(joint: Joint) -> str:
-    """The text of a trace.
+def joint_text(joint: Joint, pieces: Json, is_compared: bool = True) -> str:
+    """The text of a trace, in three lines: what is compared, the graph, and its pieces.
+
+    Args:
+        joint: the trace.
+        pieces: the JSON of what it was cut into.
+        is_compared: whether another call is compared with it, by its log.
 
     Raises:
         NotStorable: something in it has no text.
     """
-    numbers = numbers_of(joint.graph)
-    tensors = [tensor for _, tensor in joint.state]
-    index = {id(tensor): i for i, tensor in enumerate(tensors)}
-    lines: dict[Location, int] = {}
-    named = {node.name: number for node, number in numbers.items()}
-    places = [
-        [named[name], lines.setdefault(line, len(lines))]
-        for name, line in joint.locations.items()
-        if name in named
-    ]
-    content = {
-        "graph": graph_json(joint.owner, joint.graph),
-        "log": log_json(joint.functions),
-        "state": [numbers[node] for node, _ in joint.state],
-        "inputs": [numbers[node] for node in joint.inputs],
-        "cotangents": [numbers[node] for node in joint.cotangents],
-        "outputs": [numbers[node] for node in joint.outputs],
-        "rebinds": [[*_slot_of(rebind, index), numbers[node]] for rebind, node in joint.rebinds],
+    index = {id(tensor): i for i, tensor in enumerate(joint.tensors)}
+    compared = {
+        "log": log_json(joint.functions) if is_compared else None,
+        "graded": [index[id(tensor)] for tensor in joint.graded],
         "wanted": [joint.wanted_outputs, joint.wanted_inputs],
-        "input grads": [numbers[node] for node in joint.input_grads],
         "reaching": joint.reaching,
-        "state grads": [[index[id(tensor)], numbers[node]] for tensor, node in joint.state_grads],
-        "forward": sorted(named[name] for name in joint.forward if name in named),
-        "results": [list(map(_leaf_json, joint.results.leaves)), encoded(joint.results.spec)],
-        "lines": [[line.file, line.line, line.function] for line in lines],
-        "places": places,
+        "references": joint.references,
+        "referred": joint.referred,
+        "views": joint.views,
+        "results": [list(map(leaf_json, joint.results.leaves)), encoded(joint.results.spec)],
         "draws": joint.draws,
         "written": [sorted(joint.written), sorted(joint.backward_written)],
     }
-    return json.dumps(content, separators=(",", ":"))
+    parts = compared, _nodes_json(joint.nodes.value), pieces
+    return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 
 
-def read_joint(text: str, call: TracedCall, wanted: Wanted | None) -> Joint:
+_NODES = ("state", "inputs", "cotangents", "outputs", "rebinds", "input_grads", "state_grads")
+"""The fields of `JointNodes` that are nodes."""
+
+
+def _nodes_json(nodes: JointNodes) -> Json:
+    numbers = numbers_of(nodes.graph)
+    named = {node.name: number for node, number in numbers.items()}
+    lines: dict[Location, int] = {}
+    places = [
+        [named[name], lines.setdefault(line, len(lines))]
+        for name, line in nodes.locations.items()
+        if name in named
+    ]
+    return {
+        "graph": graph_json(nodes.owner, nodes.graph),
+        "nodes": {name: [numbers[node] for node in getattr(nodes, name)] for name in _NODES},
+        "forward": sorted(named[name] for name in nodes.forward if name in named),
+        "lines": [[line.file, line.line, line.function] for line in lines],
+        "places": places,
+    }
+
+
+def read_joint(
+    text: str, call: TracedCall, wanted: Wanted | None, trace: Callable[[Damaged], Joint]
+) -> Joint:
     """The trace of a text, as if `call` had been traced; it has yet to be compared with the call.
+
+    Args:
+        text: the text. Its graph is read when something asks for a node.
+        call: the call.
+        wanted: the derivative that is wanted, if any.
+        trace: traces the call, if the graph is damaged.
 
     Raises:
         Damaged: the text is not one that `joint_text` gives.
         TraceError: the call cannot be traced.
     """
     try:
-        return _joint_of(json.loads(text), call, wanted)
+        compared, graph, pieces = text.split("\n")
+        content = json.loads(compared)
+
+        def nodes() -> JointNodes:
+            try:
+                return _read_nodes(json.loads(graph), functions.mode)
+            except (Damaged, ValueError, TypeError, KeyError, IndexError) as error:
+                return trace(Damaged(f"a graph: {error}")).nodes.value
+
+        functions = _read_functions(content["log"], call, wanted)
+        kept = Kept(Lazy(lambda: json.loads(pieces)), lambda line: line)
+        return _joint_of(content, call, functions, Lazy(nodes), kept)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise Damaged(f"a trace: {error}") from error
 
 
-def _joint_of(content: Json, call: TracedCall, wanted: Wanted | None) -> Joint:
+def _read_functions(log: Json, call: TracedCall, wanted: Wanted | None) -> FunctionLog:
     mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
-    state = state_fakes(call, mode)
     differentiated = frozenset() if wanted is None else frozenset(wanted.inputs)
-    inputs = input_fakes(call, mode, differentiated)
-    owner, graph = read_graph(content["graph"], mode)
-    nodes = list(graph.nodes)
-    tensors = call.state.tensors
-    lines = [Location(*line) for line in content["lines"]]
+    state, inputs = state_fakes(call, mode), input_fakes(call, mode, differentiated)
+    return FunctionLog(mode, state, inputs) if log is None else read_log(log, mode, state, inputs)
 
-    def at(numbers: Json) -> tuple[fx.Node, ...]:
-        return nodes_at(graph, numbers)
 
-    rebinds = []
-    for tensor, slot, shared, number in content["rebinds"]:
-        (node,) = at([number])
-        slots = tensors[tensor].slots
-        rebinds.append((Rebind(tensors[tensor], slots[slot], node.meta["val"], shared), node))
+def _joint_of(
+    content: Json, call: TracedCall, functions: FunctionLog, nodes: Lazy[JointNodes], kept: Kept
+) -> Joint:
+    tensors = tuple(call.state.tensors)
     wanted_outputs, wanted_inputs = content["wanted"]
     written, backward_written = content["written"]
     leaves, spec = content["results"]
     return Joint(
-        owner=owner,
-        graph=graph,
-        state=tuple(zip(at(content["state"]), tensors, strict=True)),
-        inputs=at(content["inputs"]),
-        cotangents=at(content["cotangents"]),
-        outputs=at(content["outputs"]),
-        rebinds=tuple(rebinds),
+        nodes=nodes,
+        tensors=tensors,
+        rebound=(),  # the comparison knows those of the call
+        graded=tuple(tensors[i] for i in content["graded"]),
         wanted_outputs=tuple(wanted_outputs),
         wanted_inputs=tuple(wanted_inputs),
-        input_grads=at(content["input grads"]),
         reaching=tuple(map(tuple, content["reaching"])),
-        state_grads=tuple((tensors[i], *at([n])) for i, n in content["state grads"]),
-        forward=frozenset(nodes[number].name for number in content["forward"]),
+        references=tuple(content["references"]),
+        referred=tuple(content["referred"]),
+        views=tuple((i, j) for i, j in content["views"]),
         results=Tree(tuple(map(_read_leaf, leaves)), decoded(spec)),
-        locations={nodes[number].name: lines[line] for number, line in content["places"]},
         draws=bool(content["draws"]),
         log=None,
-        functions=read_log(content["log"], mode, state, inputs),
+        functions=functions,
         written=frozenset(written),
         backward_written=frozenset(backward_written),
         reads={},
         initial=(),
+        kept=kept,
     )
 
 
-def _slot_of(rebind: Rebind, index: dict[int, int]) -> tuple[int, int, bool]:
-    """The number of a rebound tensor, that of its slot, and whether its memory is shared."""
-    slots = [slot is rebind.slot for slot in rebind.tensor.slots]
-    return index[id(rebind.tensor)], slots.index(True), rebind.shared
+def _read_nodes(content: Json, mode: FakeTensorMode) -> JointNodes:
+    owner, graph = read_graph(content["graph"], mode)
+    nodes = list(graph.nodes)
+    lines = [Location(*line) for line in content["lines"]]
+    return JointNodes(
+        owner=owner,
+        graph=graph,
+        forward=frozenset(nodes[number].name for number in content["forward"]),
+        locations={nodes[number].name: lines[line] for number, line in content["places"]},
+        **{name: nodes_at(nodes, content["nodes"][name]) for name in _NODES},
+    )
 
 
 def _leaf_key(leaf: Leaf) -> Json:
@@ -181,10 +210,15 @@ def _leaf_key(leaf: Leaf) -> Json:
             return encoded(leaf.value)
         except NotStorable:
             return _type_json(type(leaf.value))
-    return _leaf_json(leaf)
+    return leaf_json(leaf)
 
 
-def _leaf_json(leaf: Leaf) -> Json:
+def leaf_json(leaf: Leaf) -> Json:
+    """The JSON of a leaf of arguments or results.
+
+    Raises:
+        NotStorable: it is no plain data.
+    """
     match leaf:
         case TensorSpec(dtype, shape, requires_grad):
             return ["tensor", encoded(dtype), list(shape), requires_grad]

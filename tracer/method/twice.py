@@ -13,7 +13,8 @@ from ...ir.location import Location
 from ..errors import TraceError
 from ..values.actor_state import ActorState, collect
 from ..values.interface import TracedCall
-from .joint import Joint, Wanted, run_call, trace_call
+from .joint import Wanted, run_call, trace_call
+from .joint_graph import Joint
 from .purity.op_log import OpLog
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks

@@ -136,7 +136,7 @@ class SegmentMaker:
 
 def _operators(body: Body) -> int:
     """The number of operators that a traced function calls."""
-    nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
+    nodes = body.graph_and_lines()[0].nodes if isinstance(body, GraphBody) else ()
     return sum(node.op == "call_function" for node in nodes)
 
 

@@ -14,7 +14,8 @@ from cg.ir.types import Mesh
 from cg.tracer.graph.layouts.change import DEFAULT, Change
 from cg.tracer.graph.layouts.propagation.joints import propagate_joint
 from cg.tracer.graph.layouts.propagation.partition import partition
-from cg.tracer.method.joint import Joint, Wanted
+from cg.tracer.method.joint import Wanted
+from cg.tracer.method.joint_graph import Joint
 from cg.tracer.method.twice import settled
 from cg.tracer.values.actor_state import collect
 from cg.tracer.values.interface import TracedCall

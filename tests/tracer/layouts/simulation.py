@@ -20,7 +20,7 @@ from cg.tracer.graph.layouts.change import Change
 from cg.tracer.graph.layouts.propagation.partition import Part, Partition, partition
 from cg.tracer.graph.layouts.propagation.propagate import propagate
 from cg.tracer.graph.layouts.versions import End, LayoutTransfer, Propagation, Version
-from cg.tracer.method.joint import Joint
+from cg.tracer.method.joint_graph import Joint
 
 ALL = frozenset(Change)
 COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

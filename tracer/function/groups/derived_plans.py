@@ -23,7 +23,8 @@ from ...errors import TraceError
 from ...graph.layouts.cases import LayoutError
 from ...graph.layouts.propagation.joints import propagate_joint
 from ...graph.projections import Projection, Projections, find_projections
-from ...method.joint import Joint, Wanted, trace_call
+from ...method.joint import Wanted, trace_call
+from ...method.joint_graph import Joint
 from ...values.actor_state import collect
 from ...values.interface import TracedCall
 from ...values.pieces import lay_out

@@ -14,20 +14,22 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from ....ir.types import TensorType
-from ...method.joint import Joint
+from ...lazy import Lazy
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of, sharing
 from ...method.purity.simplify import reshapes_in_place
 from ...values.actor_state import StateTensor
 from ...values.specs import ir_dtype
 from .narrowing import NARROW
 from .subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     gradients_of,
+    has_checks,
     has_effect,
     is_view,
-    memory_of,
     returned_values,
-    sharing,
     type_of,
     written_in_place,
 )
@@ -131,7 +133,7 @@ class BackwardCut:
     def is_changed(self, node: fx.Node) -> bool:
         """True if state changes between the forward's use of it and the backward."""
         joint, index = self._joint, self._state[node]
-        if index in self._volatile or id(joint.state[index][1]) in self._rebound:
+        if index in self._volatile or id(joint.tensors[index]) in self._rebound:
             return True
         return index in joint.written and index not in joint.backward_written
 
@@ -203,8 +205,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
     cotangents = set(joint.cotangents)
     return Subgraph(
-        graph=builder.graph,
-        owner=joint.owner,
+        nodes=Lazy.known(PieceNodes(builder.graph, joint.owner, builder.locations)),
         reads=tuple(t for _, t in state),
         takes=tuple(map(cut.type_of, part.inputs)),
         dense=tuple(n in cotangents for n in part.inputs),
@@ -217,7 +218,7 @@ def backward_piece(joint: Joint, cut: BackwardCut, part: BackwardPart) -> Subgra
         ),
         aliases=aliases,
         draws=False,
-        locations=builder.locations,
+        checks=has_checks(builder.graph),
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...method.joint import Joint
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of
 from ...values.operators import written_values
-from .subgraphs import memory_of
 
 NARROW = torch.bfloat16
 """The type in which such values are saved."""

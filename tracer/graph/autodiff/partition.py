@@ -13,7 +13,9 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from ....ir.types import TensorType
-from ...method.joint import Joint
+from ...lazy import Lazy
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of, sharing
 from ...method.reuse.saving_functions import OFFLOAD
 from ...method.saving_marks import mark_of
 from ...values.actor_state import StateTensor
@@ -23,13 +25,13 @@ from .narrowing import NARROW, narrowable
 from .recomputation import Recomputation, Recompute, Within, recomputed
 from .split_backward import halve
 from .subgraphs import (
+    PieceNodes,
     Subgraph,
     SubgraphBuilder,
     fake_of,
+    has_checks,
     live_nodes,
-    memory_of,
     returned_values,
-    sharing,
     type_of,
 )
 
@@ -136,13 +138,12 @@ def forward_piece(
                 builder.narrow(node, NARROW)
     memory = {memory_of(n) for n, _ in joint.state}
     values, aliases = returned_values(builder, joint.outputs, joint.inputs, memory)
-    changing = {memory_of(joint.state[i][0]) for i in (*joint.written, *volatile)}
+    changing = {memory_of(joint.nodes.value.state[i]) for i in (*joint.written, *volatile)}
     values += _saved(builder, saved, changing, narrow)
     values += _rebound(builder, joint)
     builder.graph.output(tuple(values))
     return Subgraph(
-        graph=builder.graph,
-        owner=joint.owner,
+        nodes=Lazy.known(PieceNodes(builder.graph, joint.owner, builder.locations)),
         reads=tuple(t for _, t in state),
         takes=tuple(map(type_of, joint.inputs)),
         dense=(True,) * len(joint.inputs),
@@ -151,7 +152,7 @@ def forward_piece(
         gradients=(),
         aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
         draws=joint.draws,
-        locations=builder.locations,
+        checks=has_checks(builder.graph),
     )
 
 

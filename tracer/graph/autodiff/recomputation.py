@@ -23,14 +23,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ....ir.pipeline.tradeoff import Tradeoff
 from ...errors import TraceError
-from ...method.joint import Joint
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of
 from ...method.reuse.saving_functions import RECOMPUTE, SAVED
 from ...method.saving_marks import mark_of
 from ...values.interface import MethodTarget, Target, TracedCall, Write
 from ...values.operators import is_random, storage_key, written_values
 from .backward_cut import BackwardCut
 from .saved_tensors import SavingLimits, Savings
-from .subgraphs import fake_of, has_effect, is_view, memory_of, written_in_place
+from .subgraphs import fake_of, has_effect, is_view, written_in_place
 
 
 class Recompute(Enum):
@@ -109,7 +110,7 @@ def refuse_twice(call: TracedCall, joint: Joint) -> None:
     Raises:
         TraceError: the call changes its actor.
     """
-    if joint.written or joint.rebinds:
+    if joint.written or joint.rebound:
         raise TraceError(
             f"{call.shown} cannot be computed again in the backward: it changes the actor's state, "
             "which would happen twice",

@@ -20,7 +20,9 @@ from ....ir.flops import WORK_OF_BYTE
 from ....ir.location import Location
 from ....ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from ...errors import TraceError
-from ...method.joint import Joint
+from ...lazy import Lazy
+from ...method.joint_graph import Joint, JointNodes
+from ...method.node_memory import memory_of
 from ...method.purity.flops import flops_of
 from ...method.reuse.saving_functions import KEEP, OFFLOAD, RECOMPUTE
 from ...method.saving_marks import mark_of
@@ -28,7 +30,7 @@ from ...values.operators import storage_key, written_values
 from .backward_cut import BackwardCut
 from .narrowing import narrowable, narrowed_bytes
 from .saving_problem import Frontier, SavingChoice, SavingProblem
-from .subgraphs import fake_of, has_effect, memory_of
+from .subgraphs import fake_of, has_effect
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class SavingLimits:
 
     limits: Mapping[str, int] = field(default_factory=dict)
     narrows: bool = False
-    _savings: dict[tuple[fx.Graph, frozenset[int], frozenset[fx.Node]], Savings] = field(
+    _savings: dict[tuple[Lazy[JointNodes], frozenset[int], frozenset[fx.Node]], Savings] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -231,7 +233,7 @@ class SavingLimits:
 
     def savings(self, joint: Joint, volatile: frozenset[int], free: frozenset[fx.Node]) -> Savings:
         """The choices of a joint graph; takes the arguments of `Savings`."""
-        key = joint.graph, volatile, free
+        key = joint.nodes, volatile, free
         if key not in self._savings:
             self._savings[key] = Savings(joint, volatile, free, self.narrows)
         return self._savings[key]

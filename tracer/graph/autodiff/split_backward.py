@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from ...method.joint import Joint
+from ...method.joint_graph import Joint
+from ...method.node_memory import memory_of
 from ...method.purity.simplify import reshapes_in_place
 from ...values.operators import written_values
 from .backward_cut import BackwardCut, BackwardPart, backward_piece
-from .subgraphs import Subgraph, has_effect, is_view, memory_of
+from .subgraphs import Subgraph, has_effect, is_view
 
 _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.default})
 """Operators that compute each result by itself; their last argument is a mask of the results."""

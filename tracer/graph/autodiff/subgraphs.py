@@ -18,9 +18,11 @@ from torch import fx
 
 from ....ir.location import Location
 from ....ir.types import TensorType, ValueType
+from ...lazy import Lazy
+from ...method.node_memory import memory_of, sharing, state_references
 from ...method.purity.copy_node import copy_node
 from ...values.actor_state import StateAttribute, StateTensor
-from ...values.operators import is_random, storage_key, writes_in_secret
+from ...values.operators import is_random, writes_in_secret
 from ...values.specs import ir_dtype
 
 
@@ -41,6 +43,21 @@ _CHECKS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.ms
 
 
 @dataclass(frozen=True)
+class PieceNodes:
+    """The graph of a piece.
+
+    Attributes:
+        graph: the graph.
+        owner: holds the constants that `get_attr` nodes refer to.
+        locations: the user's line of each node.
+    """
+
+    graph: fx.Graph
+    owner: torch.nn.Module
+    locations: Mapping[fx.Node, Location]
+
+
+@dataclass(frozen=True)
 class Subgraph:
     """A graph to run on its own.
 
@@ -48,8 +65,7 @@ class Subgraph:
     then a tensor for each rebind, then a tensor for each gradient.
 
     Attributes:
-        graph: the graph.
-        owner: holds the constants that `get_attr` nodes refer to.
+        nodes: the graph, which may not have been read yet.
         reads: the tensors of the state that are its first placeholders.
         takes: the types of its inputs, whose placeholders stand behind these.
         dense: for each input, whether it must be contiguous.
@@ -58,12 +74,11 @@ class Subgraph:
         gradients: the gradients that are added to `.grad`.
         aliases: pairs (returned value, input) that may share memory.
         draws: whether it draws random numbers.
-        locations: the user's line of each node.
+        checks: whether it checks a value, as an assertion does.
         offloads: indices of the returned values that the user wants on the host while they rest.
     """
 
-    graph: fx.Graph
-    owner: torch.nn.Module
+    nodes: Lazy[PieceNodes]
     reads: tuple[StateTensor, ...]
     takes: tuple[ValueType, ...]
     dense: tuple[bool, ...]
@@ -72,18 +87,25 @@ class Subgraph:
     gradients: tuple[Gradient, ...]
     aliases: tuple[tuple[int, int], ...]
     draws: bool
-    locations: Mapping[fx.Node, Location]
+    checks: bool
     offloads: tuple[int, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.nodes.value.graph
+
+    @property
+    def owner(self) -> torch.nn.Module:
+        return self.nodes.value.owner
+
+    @property
+    def locations(self) -> Mapping[fx.Node, Location]:
+        return self.nodes.value.locations
 
     @property
     def graded(self) -> tuple[StateTensor, ...]:
         """The tensors to whose `.grad` it adds."""
         return tuple(gradient.tensor for gradient in self.gradients)
-
-    @property
-    def checks(self) -> bool:
-        """True if it checks a value, as an assertion does."""
-        return any(node.target in _CHECKS for node in self.graph.nodes)
 
     def on(
         self,
@@ -111,6 +133,11 @@ def results(graph: fx.Graph) -> Sequence[fx.Node]:
     return values  # type: ignore[return-value]
 
 
+def has_checks(graph: fx.Graph) -> bool:
+    """True if a graph checks a value, as an assertion does."""
+    return any(node.target in _CHECKS for node in graph.nodes)
+
+
 def fake_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor of a node."""
     value = node.meta["val"]
@@ -122,12 +149,6 @@ def type_of(node: fx.Node) -> TensorType:
     """The type of a node's tensor, without a place."""
     fake = fake_of(node)
     return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
-
-
-def memory_of(node: fx.Node) -> int | None:
-    """A key for the memory of a node's tensor; None if it is no tensor or has no storage."""
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def is_view(node: fx.Node) -> bool:
@@ -275,23 +296,6 @@ class SubgraphBuilder:
 def _as(fake: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A new tensor like a fake one, in another type."""
     return torch.empty_like(fake, dtype=dtype)
-
-
-def sharing(
-    values: Sequence[fx.Node], inputs: Sequence[fx.Node], first: int = 0
-) -> tuple[tuple[int, int], ...]:
-    """The pairs (value, input) that share memory in the joint graph; values count from `first`."""
-    memory: dict[int | None, list[int]] = {}
-    for i, node in enumerate(inputs):
-        memory.setdefault(memory_of(node), []).append(i)
-    memory.pop(None, None)
-    numbered = enumerate(values, first)
-    return tuple((i, j) for i, node in numbered for j in memory.get(memory_of(node), ()))
-
-
-def state_references(values: Sequence[fx.Node], state: set[int | None]) -> tuple[int, ...]:
-    """The indices of values that share memory with the state; `state` has the state's memory."""
-    return tuple(i for i, node in enumerate(values) if memory_of(node) in state)
 
 
 def returned_values(

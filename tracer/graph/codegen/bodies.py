@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from ....ir.location import Location
+from ...lazy import Lazy
 from ...values.interface import Bodies, Body, RankBodies
+from ..autodiff.subgraphs import PieceNodes
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Computes a graph: takes a list with a tensor for each placeholder; gives the output's tensors.
@@ -39,8 +41,7 @@ class GraphBody:
 
     Attributes:
         generate: gives `run` and `locate`.
-        graph: the graph that it runs.
-        locations: the user's line of its nodes, where it is known.
+        nodes: the graph that it runs, with the user's lines.
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
         new_gradients: memory for `.grad` of parameters that have none, by the parameter's id; empty
@@ -52,8 +53,7 @@ class GraphBody:
     """
 
     generate: Callable[[], tuple[Run, Locate]]
-    graph: fx.Graph
-    locations: Mapping[fx.Node, Location]
+    nodes: Lazy[PieceNodes]
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
     new_gradients: dict[int, torch.Tensor]
@@ -62,6 +62,10 @@ class GraphBody:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         return self.run(*inputs)
+
+    def graph_and_lines(self) -> tuple[fx.Graph, Mapping[fx.Node, Location]]:
+        """The graph that it runs, and the user's line of its nodes, where it is known."""
+        return self.nodes.value.graph, self.nodes.value.locations
 
     @functools.cached_property
     def _generated(self) -> tuple[Run, Locate]:
@@ -85,8 +89,7 @@ class GraphBody:
 
         return GraphBody(
             generate,
-            graph=self.graph,
-            locations=self.locations,
+            nodes=self.nodes,
             state=self.state,
             trained=self.trained,
             new_gradients=self.new_gradients,

@@ -16,7 +16,7 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,33 +24,43 @@ import torch
 from torch import fx
 
 from ....ir.location import Location
+from ...method.node_memory import memory_of
 from ...torch_modes import is_autocast_on
 from ...values.actor_state import StateAttribute
 from ..autodiff import products as sums
 from ..autodiff.products import GradientProduct, find_products, is_expanded_for_products
-from ..autodiff.subgraphs import Subgraph, memory_of, results
+from ..autodiff.subgraphs import Subgraph, results
 from .accumulate import accumulate
 from .bodies import Compiler, Compute, FusedBody, GraphBody, Locate, Run
 from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
+from .generated_source import BodySources, GeneratedSource, SettledSources, SourceStore
 from .locator import Locator, show
 from .strides import StrideComparison, compared, laid_out
 
 _serial = itertools.count()
-_FUNCTION = "BODY"
+BODY = "BODY"
 """The name of the generated function in its own source."""
+
+HELPERS: Mapping[str, Any] = {
+    "GRAD_ON": torch.is_grad_enabled,
+    "NO_GRAD": torch.no_grad,
+    "AUTOCAST_ON": is_autocast_on,
+    "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
+    "AUTOCAST": torch.autocast,
+    "ACCUMULATE": accumulate,
+    "ADD_PRODUCT": sums.add_product,
+    "ADDING_TO": sums.adding_to,
+    "LAID_OUT": laid_out,
+}
+"""What sources call besides operators."""
 
 LARGE = 1 << 20
 """From this number of bytes on, a gradient is added to `.grad` at once, and not at the end."""
 
 
-def make_body(
-    piece: Subgraph,
-    name: str,
-    source: Callable[[], GeneratedSource],
-    kind: type[GraphBody] = GraphBody,
-) -> GraphBody:
+def make_body(piece: Subgraph, name: str, sources: BodySources) -> GraphBody:
     """The body of a piece. Its code is generated when it is needed.
 
     It takes the piece's inputs and returns a tuple: `(None,)` if nothing is returned. It runs under
@@ -59,62 +69,64 @@ def make_body(
     Args:
         piece: the piece.
         name: the name of the function, for tracebacks.
-        source: gives the source of a piece with the same graph, for any actor.
-        kind: the class of the body.
+        sources: the sources of a piece with the same graph, for any actor.
     """
+    return _body(piece, name, sources, sources.plain)
+
+
+def _body(
+    piece: Subgraph,
+    name: str,
+    sources: BodySources,
+    source: Callable[[], GeneratedSource],
+    kind: type[GraphBody] = GraphBody,
+) -> GraphBody:
     new_gradients: dict[int, torch.Tensor] = {}
     return kind(
         generate=lambda: _generate(source(), piece, name, new_gradients),
-        graph=piece.graph,
-        locations=piece.locations,
+        nodes=piece.nodes,
         state=_SlotTensors([tensor.slots[0] for tensor in piece.reads]),
         trained=_SlotTensors([gradient.tensor.slots[0] for gradient in piece.gradients]),
         new_gradients=new_gradients,
         rebinds=bool(piece.rebinds),
-        refit=functools.partial(_refit, piece, name),
+        refit=functools.partial(_refit, piece, name, sources),
     )
 
 
-def source_of(piece: Subgraph) -> Callable[[], GeneratedSource]:
-    """A function that gives the source of a piece's body, and writes it when it is called first."""
-    return functools.cache(lambda: _source(_BodyWriter(piece, {})))
+def sources_of(piece: Subgraph, store: SourceStore | None = None) -> BodySources:
+    """The sources of a piece's bodies.
 
-
-def _refit(piece: Subgraph, name: str, compiler: Compiler | None) -> GraphBody:
-    products = find_products(piece)
-    if compiler is None:
-        return make_body(piece, name, lambda: _source(_BodyWriter(piece, products)))
-    fusible = make_fusible(piece, products)
-    compute = compiler(fusible.module, fusible.examples)
-    return make_body(piece, name, lambda: _source(_BodyWriter(piece, products, compute)), FusedBody)
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedSource:
-    """Generated code, which can run for any actor with the same graph.
-
-    Attributes:
-        text: the source.
-        code: the code of the function in it.
-        globals: the globals of the function, by name.
-        holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
-        locations: the user's lines, by line of the source.
-        settled: for code that compares strides: takes the names of the results that differ, and
-            gives the source to run from then on. None for other code.
+    Args:
+        piece: the piece.
+        store: has sources of an earlier start; None: there are none.
     """
 
-    text: str
-    code: CodeType
-    globals: dict[str, Any]
-    holders: tuple[tuple[str, int], ...]
-    locations: dict[int, Location]
-    settled: Callable[[frozenset[str]], GeneratedSource] | None = None
+    def write(is_adding: bool, names: frozenset[str] | None) -> GeneratedSource:
+        writer = _BodyWriter(piece, find_products(piece) if is_adding else {})
+        return _source(writer) if names is None else _written(writer, names)
+
+    return BodySources(write, store)
+
+
+def _refit(
+    piece: Subgraph, name: str, sources: BodySources, compiler: Compiler | None
+) -> GraphBody:
+    if compiler is None:
+        return _body(piece, name, sources, sources.adding)
+    products = find_products(piece)
+    fusible = make_fusible(piece, products)
+    compute = compiler(fusible.module, fusible.examples)
+
+    def source() -> GeneratedSource:
+        return _source(_BodyWriter(piece, products, compute))
+
+    return _body(piece, name, sources, source, FusedBody)
 
 
 def _source(writer: _BodyWriter) -> GeneratedSource:
     if not writer.strides:
         return _written(writer, frozenset())
-    settled = functools.cache(lambda names: _written(writer, names))
+    settled = SettledSources(lambda names: _written(writer, names))
     return replace(_written(writer, None), settled=settled)
 
 
@@ -128,7 +140,8 @@ def _written(writer: _BodyWriter, names: frozenset[str] | None) -> GeneratedSour
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
-    return GeneratedSource(text, code, writer.globals, named, locations)
+    operators = dict(writer.operators)
+    return GeneratedSource(text, code, writer.globals, operators, named, locations)
 
 
 def _slots(piece: Subgraph) -> list[StateAttribute]:
@@ -147,13 +160,14 @@ def _generate(
     names = source.globals | {"__builtins__": builtins, "MADE": new_gradients}
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
-    run = names[_FUNCTION] = FunctionType(code, names, shown)
+    run = names[BODY] = FunctionType(code, names, shown)
     show(file, source.text)
     weakref.finalize(run, linecache.cache.pop, file, None)
     locator = Locator(run.__code__, source.locations)
     if source.settled is not None:
         # `settle` empties this list, so that it does not keep the writer of the source alive.
-        settled, function = [source.settled], weakref.ref(run)
+        settled: list[SettledSources] = [source.settled]
+        function = weakref.ref(run)
 
         def settle(differing: frozenset[str]) -> None:
             target = function()
@@ -193,6 +207,7 @@ class _BodyWriter:
         compute: computes the whole graph in a single call; None: a line for each operator.
 
     Attributes:
+        operators: the operators for which names of `globals` stand.
         strides: the strides of the trace, for the results whose strides matter.
         differing: names of the results that are laid out; None: all are compared.
     """
@@ -204,18 +219,8 @@ class _BodyWriter:
         compute: Compute | None = None,
     ) -> None:
         self.piece = piece
-        self.globals: dict[str, Any] = {
-            "GRAD_ON": torch.is_grad_enabled,
-            "NO_GRAD": torch.no_grad,
-            "AUTOCAST_ON": is_autocast_on,
-            "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
-            "AUTOCAST": torch.autocast,
-            "ACCUMULATE": accumulate,
-            "ADD_PRODUCT": sums.add_product,
-            "ADDING_TO": sums.adding_to,
-            "COMPUTE": compute,
-            "LAID_OUT": laid_out,
-        }
+        self.globals: dict[str, Any] = {**HELPERS, "COMPUTE": compute}
+        self.operators: dict[str, torch._ops.OpOverload] = {}
         self._products = products
         self._is_fused = compute is not None
         self._known: dict[int, str] = {}
@@ -233,7 +238,7 @@ class _BodyWriter:
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
         arguments = "INPUTS" if self._is_fused else self._names(self._inputs)
-        yield f"def {_FUNCTION}({arguments}):", None
+        yield f"def {BODY}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
         yield from ((text, None) for text in self._epilogue())
@@ -325,7 +330,7 @@ class _BodyWriter:
         return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned}, MADE)"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
-        again = f"return {_FUNCTION}({arguments})"
+        again = f"return {BODY}({arguments})"
         yield "    if GRAD_ON():"
         yield f"        with NO_GRAD(): {again}"
         devices = sorted(_devices(self.piece.graph))
@@ -358,7 +363,10 @@ class _BodyWriter:
             return f"{self._literal(value)}[{self._literal(index)}]"
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        text = f"{self._global(call_of(node.target))}({', '.join(args)})"
+        name = self._global(call_of(node.target))
+        if isinstance(node.target, torch._ops.OpOverload):
+            self.operators[name] = node.target
+        text = f"{name}({', '.join(args)})"
         # Otherwise each product would copy the expanded matrix for itself.
         return f"{text}.contiguous()" if is_expanded_for_products(node) else text
 

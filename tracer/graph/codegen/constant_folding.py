@@ -10,8 +10,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...method.node_memory import memory_of
 from ...values.operators import is_random, written_values
-from ..autodiff.subgraphs import memory_of, results
+from ..autodiff.subgraphs import results
 
 SMALL = 1 << 16
 """The most bytes of a constant; larger ones would cost memory as long as the step exists."""

@@ -20,8 +20,9 @@ from ...method.experts.expert_products import (
     EXPERT_OUTER,
     GROUPED_MM,
 )
+from ...method.node_memory import memory_of
 from ...values.operators import written_values
-from ..autodiff.subgraphs import fake_of, memory_of
+from ..autodiff.subgraphs import fake_of
 
 _ATEN = torch.ops.aten
 

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from ...method.node_memory import memory_of
 from ...values.operators import storage_key
 from ..autodiff.products import find_products
-from ..autodiff.subgraphs import Subgraph, memory_of, results
+from ..autodiff.subgraphs import Subgraph, results
 
 
 def workspace_of(piece: Subgraph) -> int:

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from ..autodiff.subgraphs import memory_of, written_in_place
+from ...method.node_memory import memory_of
+from ..autodiff.subgraphs import written_in_place
 from .expansions import fake_mode_of
 
 _ATEN = torch.ops.aten

@@ -15,8 +15,8 @@ from torch import fx
 
 from ....ir.attributes import ReduceOp
 from ....ir.layout import Cut, Layout
+from ...method.node_memory import memory_of
 from ...values.operators import written_values
-from ..autodiff.subgraphs import memory_of
 from .cases import Case, ExpertRows, Operand, Results, Routing
 from .cuts import canonical
 from .factors import Dims, Factor, Factors

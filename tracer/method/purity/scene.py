@@ -36,6 +36,7 @@ class Scene:
         mode: makes the fakes.
         state, inputs: the fakes.
         watch: notes which of its actor's attributes the call reads and writes.
+        attributes: what the actor holds when the call begins, inside of `fakes_in_place`.
         initial: changes that it has made, and that perhaps only the first call makes.
     """
 
@@ -46,6 +47,7 @@ class Scene:
         self.inputs: Sequence[torch.Tensor] = ()
         self.watch = AttributeWatch(call.state)
         self.initial: list[Initialization] = []
+        self.attributes = Snapshot(())
         self._changed: Callable[[], bool] = lambda: False
 
     def has_side_effects(self) -> bool:
@@ -91,7 +93,7 @@ class Scene:
             put_state(state, self.state)
             with self._as_it_runs():
                 own = surroundings.changed_places()  # of the modes
-                attributes = Snapshot(state.containers)
+                attributes = self.attributes = Snapshot(state.containers)
                 elsewhere = UsersModules(reach_modules() if compares else Reach())
                 self._changed = lambda: (
                     bool(attributes.changes() or contents.changes() or elsewhere.changes())

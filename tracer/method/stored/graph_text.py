@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def graph_json(owner: torch.nn.Module, graph: fx.Graph) -> Json:
     for node in graph.nodes:
         target = _target(node)
         if node.op == "get_attr" and target not in constants:
-            constants[target], size = _constant(getattr(owner, target, None))
+            constants[target], size = constant_json(getattr(owner, target, None))
             room -= size
             if room < 0:
                 raise NotStorable("its constants are large")
@@ -77,7 +77,7 @@ def read_graph(json: Json, mode: FakeTensorMode) -> tuple[torch.nn.Module, fx.Gr
     try:
         owner = torch.nn.Module()
         for name, constant in json["constants"].items():
-            owner.register_buffer(name, _read_constant(constant), persistent=False)
+            owner.register_buffer(name, read_constant(constant), persistent=False)
         graph = fx.Graph()
         reader = FakeReader(mode, json["storages"])
         nodes: list[fx.Node] = []
@@ -94,13 +94,12 @@ def numbers_of(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: number for number, node in enumerate(graph.nodes)}
 
 
-def nodes_at(graph: fx.Graph, numbers: Iterable[int]) -> tuple[fx.Node, ...]:
+def nodes_at(nodes: Sequence[fx.Node], numbers: Iterable[int]) -> tuple[fx.Node, ...]:
     """The nodes of some numbers.
 
     Raises:
         Damaged: there is no such node.
     """
-    nodes = list(graph.nodes)
     try:
         return tuple(nodes[number] for number in numbers)
     except (IndexError, TypeError) as error:
@@ -154,7 +153,7 @@ def _read_value(json: Json, reader: FakeReader) -> Any:
     return decoded(json)
 
 
-def _constant(value: Any) -> tuple[Json, int]:
+def constant_json(value: Any) -> tuple[Json, int]:
     """The JSON of a constant, and its bytes.
 
     Raises:
@@ -177,7 +176,8 @@ def _constant(value: Any) -> tuple[Json, int]:
     return [encoded(value.dtype), list(value.shape), content.hex()], size
 
 
-def _read_constant(json: Json) -> torch.Tensor:
+def read_constant(json: Json) -> torch.Tensor:
+    """The constant of a JSON."""
     dtype, shape, content = json
     data = bytearray(bytes.fromhex(content))
     if not data:

@@ -12,6 +12,7 @@ import random
 import sys
 import types
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -130,11 +131,11 @@ def is_cache(value: Any) -> bool:
     Attributes are read without running code of the value: a name that a module imports may stand
     for a library that is not installed, and raise an error at each read.
     """
-    return (
-        inspect.isroutine(inspect.getattr_static(value, "cache_clear", None))
-        and inspect.isroutine(inspect.getattr_static(value, "cache_info", None))
-        and callable(value)
-    )
+    if not callable(value) or (type(value) is FunctionType and "cache_clear" not in vars(value)):
+        return False  # nearly all values, which a look at their classes would take long for
+    return inspect.isroutine(
+        inspect.getattr_static(value, "cache_clear", None)
+    ) and inspect.isroutine(inspect.getattr_static(value, "cache_info", None))
 
 
 def has_slots(value: Any) -> bool:

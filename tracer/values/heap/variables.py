@@ -119,20 +119,20 @@ class _SearchedModules:
     """
 
     def __init__(self) -> None:
+        self._names: list[str] = []
         self._all: list[ModuleType] = []
         self._users: list[ModuleType] = []
 
     def __call__(self) -> list[ModuleType]:
         """The modules that are the user's own, and that whose name is `__main__`."""
-        modules = list(sys.modules.items())
-        values = [module for _, module in modules]
-        if len(values) != len(self._all) or not all(map(is_, values, self._all)):
+        names, values = list(sys.modules), list(sys.modules.values())
+        if names != self._names or not all(map(is_, values, self._all)):
             self._users = [
                 module
-                for name, module in modules
+                for name, module in zip(names, values, strict=True)
                 if isinstance(module, ModuleType) and (name == "__main__" or is_users(module))
             ]
-            self._all = values
+            self._names, self._all = names, values
         return self._users
 
 

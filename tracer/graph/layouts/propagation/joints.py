@@ -8,7 +8,7 @@ from torch import fx
 
 from .....ir.layout import Layout
 from .....ir.types import Place
-from ....method.joint import Joint
+from ....method.joint_graph import Joint
 from ..cases import whole
 from ..change import DEFAULT, Change
 from ..versions import End, Propagation

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from ....method.node_memory import memory_of
 from ....values.operators import written_values
-from ...autodiff.subgraphs import is_view, memory_of, written_in_place
+from ...autodiff.subgraphs import is_view, written_in_place
 from ..cases import LayoutError
 from ..change import Change
 from ..versions import LayoutTransfer, Propagation, Version

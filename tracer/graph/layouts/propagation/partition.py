@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from ....method.node_memory import memory_of
 from ....values.operators import is_random
-from ...autodiff.subgraphs import has_effect, memory_of
+from ...autodiff.subgraphs import has_effect
 from ..versions import LayoutTransfer, Propagation, Version
 from .local_writes import LocalWrites
 from .part_order import behind_part_ahead, gives_views, is_product, last_of_buckets, movable
@@ -49,8 +50,7 @@ class Partition:
         steps: the parts, each with the transfers that follow it.
         inputs: the values that the graph takes.
         outputs: the values that the graph gives; None for an output that is no tensor.
-        gathers: the transfers that gather stored state, by the index of the step that needs it
-            first.
+        gathers: transfers that gather stored state, by the index of the first step that needs it.
     """
 
     steps: tuple[tuple[Part, tuple[LayoutTransfer, ...]], ...]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ....method.joint import Joint
+from ....lazy import Lazy
+from ....method.joint_graph import Joint
 from ....values.actor_state import StateTensor
 from ...autodiff.backward_cut import BackwardCut
 from ...autodiff.partition import Sections
@@ -86,18 +87,8 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
         version = next(ends)  # of the node's copy, or of a further copy in another layout
         return of[node] if version is None else version.node
 
-    return replace(
-        joint,
-        graph=propagation.graph,
-        forward=frozenset(forward),
-        state=tuple((of[node], tensor) for node, tensor in joint.state),
-        inputs=tuple(of[node] for node in joint.inputs),
-        cotangents=tuple(of[node] for node in joint.cotangents),
-        outputs=tuple(end(node) for node in joint.outputs),
-        rebinds=tuple((rebind, end(node)) for rebind, node in joint.rebinds),
-        input_grads=tuple(end(node) for node in joint.input_grads),
-        state_grads=tuple((tensor, end(node)) for tensor, node in joint.state_grads),
-    )
+    nodes = joint.nodes.value.on(propagation.graph, frozenset(forward), of.__getitem__, end)
+    return replace(joint, nodes=Lazy.known(nodes))
 
 
 class SectionCutter:
@@ -171,7 +162,7 @@ class SectionCutter:
         """All sections; the arguments are those of `recomputed`."""
         joint = self.joint
         cut = BackwardCut(joint, volatile, recomputed(joint, volatile, recomputation))
-        changing = {joint.state[index][0] for index in volatile}
+        changing = {joint.nodes.value.state[index] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         exchanged_versions = self._exchanged(self._forward, self._outputs, self._state)
         # Neither gathered state nor gathered tokens are kept for the backward.

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
+from ....method.node_memory import memory_of
 from ....values.operators import written_values
-from ...autodiff.subgraphs import is_view, memory_of
+from ...autodiff.subgraphs import is_view
 from ..cases import LayoutError
 from ..versions import Propagation, Version
 
