@@ -74,6 +74,11 @@ class Fault:
         return self._kind == earlier._kind
 
     @property
+    def has_run(self) -> bool:
+        """Whether an execution of a step had begun, or nobody knows."""
+        return self.has_begun and self.steps != {}
+
+    @property
     def _kind(self) -> tuple[object, ...]:
         # After a death the code is that of the launcher, or of a rank that has noticed it before.
         return self.ranks, self.steps, self.is_death, None if self.is_death else self.code
@@ -157,7 +162,8 @@ class Supervisor:
         job: runs its commands.
         policy: of the user.
         start: makes the start after a fault; told of None, the first.
-        restarts: how often ranks that had met were started again, also before this process.
+        restarts: how often ranks that had executed a step were started again, also before this
+            process.
         faults: of the starts so far.
     """
 
@@ -181,7 +187,7 @@ class Supervisor:
             self.faults.append(fault)
             if not self._goes_on(fault):
                 return fault.code
-            self.restarts += fault.has_begun
+            self.restarts += fault.has_run
             try:
                 start = self.start(fault)
             except LaunchError as error:

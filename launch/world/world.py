@@ -75,9 +75,8 @@ def world() -> World:
 def restarts() -> int:
     """How often `python -m cg.launch --restarts`, or a queue of Slurm, has started this job again.
 
-    A start that ended before its ranks had met does not count: this function meets them, so a
-    program that has been told 0 is told more the next time. A requeue of Slurm counts in any case.
-    Under other launchers it is 0.
+    A start that ended before its first execution of a step does not count: it has nothing to go on
+    from. A requeue of Slurm counts in any case. Under other launchers it is 0.
 
     Raises:
         WorldError: as `rank`.

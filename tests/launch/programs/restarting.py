@@ -15,10 +15,16 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
-if MODE == "early" and config().restarts == 0 and not os.path.exists(sys.argv[2]):
-    open(sys.argv[2], "w").close()
-    say("dies early")
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_early() -> None:
+    """Die in the first start, of which the second argument tells."""
+    if config().restarts == 0 and not os.path.exists(sys.argv[2]):
+        open(sys.argv[2], "w").close()
+        say("dies early")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if MODE == "early":
+    die_early()
 
 import torch  # noqa: E402  (a rank may die before that)
 
@@ -74,6 +80,8 @@ def answer(x: torch.Tensor) -> torch.Tensor:
 
 
 say(f"begins restarts={cg.restarts()} ranks={cg.world_size()}.")
+if MODE == "met":
+    die_early()
 if MODE == "die_driven":
     with answer.lower(torch.zeros(2)).compile(max_inflight=1) as graph:
         if cg.rank() == 0:
