@@ -258,14 +258,13 @@ class _Leaves(BaseException):  # not an Exception, which a model may catch
 class _Stand(nn.Module):
     """Stands in the place of a module, and has its attributes, since models read some.
 
-    So it has modules in the places of those inside: a model may read which there are.
+    It also has stand-ins for the modules inside, which are no modules of the part's own.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, child in module.named_children():
-            self.add_module(name, _stand_for(child))
         attributes = vars(self)
+        attributes["_inside"] = {name: _stand_for(m) for name, m in module.named_children()}
         for holder in (*_own_classes(type(module)), module):
             attributes.update(
                 {
@@ -276,6 +275,9 @@ class _Stand(nn.Module):
             )
 
     def __getattr__(self, name: str) -> Any:
+        inside = vars(self).get("_inside", {})
+        if name in inside:
+            return inside[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
