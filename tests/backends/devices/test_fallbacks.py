@@ -50,8 +50,9 @@ class Body:
         self.new_gradients: dict[int, torch.Tensor] = {}
         self.broken = False
         self.locate = lambda traceback: None
-        self.graph = None
-        self.locations: dict[Any, Any] = {}
+
+    def graph_and_lines(self) -> tuple[None, dict[Any, Any]]:
+        return None, {}
 
     def __call__(self, x: Any) -> Sequence[torch.Tensor]:
         return self.run(x)
