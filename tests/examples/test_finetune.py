@@ -219,8 +219,10 @@ def test_attention_over_cut_tokens_drops_the_same(
     model = tmp_path / "model"
     tiny_model.write(model, num_hidden_layers=2, attention_dropout=0.3)
     runs = []
-    for count, options_of_run in zip(ranks, (shape, shape_over_cp), strict=True):
-        out = tmp_path / f"run-{count}"
+    for name, count, options_of_run in zip(
+        ("plain", "over-cp"), ranks, (shape, shape_over_cp), strict=True
+    ):
+        out = tmp_path / name
         tune(model, out, f"{options_of_run} --dropout --steps 2 --evaluate-every 0", count)
         runs.append(losses(out))
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
