@@ -257,7 +257,7 @@ def _within(part: Intervals, held: Intervals) -> Intervals:
 def logical(part: Region, held: Region) -> Region:
     """The logical region of `part`, in indices of a tensor that holds `held`: undoes `within`."""
     return tuple(
-        merge(interval for positions in a for interval in _entries(b, positions))
+        merge(interval for positions in a for interval in indices_at(b, positions))
         for a, b in zip(part, held, strict=True)
     )
 
@@ -286,15 +286,4 @@ def entries(region: Region, dim: int, wanted: Interval) -> Region:
         dim: the dimension.
         wanted: an interval of positions, counted among the indices that the region has there.
     """
-    return (*region[:dim], _entries(region[dim], wanted), *region[dim + 1 :])
-
-
-def _entries(intervals: Intervals, positions: Interval) -> Intervals:
-    """The part of intervals at some positions, counted among all their indices."""
-    selected, at = [], 0
-    for start, stop in intervals:
-        first, last = max(positions[0] - at, 0), min(positions[1] - at, stop - start)
-        if first < last:
-            selected.append((start + first, start + last))
-        at += stop - start
-    return tuple(selected)
+    return (*region[:dim], indices_at(region[dim], wanted), *region[dim + 1 :])
