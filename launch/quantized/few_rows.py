@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...tracer.method.quantized.quantized_kernel import MOST, has_kernel, summands_of, tiles_of
+from ...tracer.method.quantized.quantized_kernel import (
+    MOST,
+    has_kernel,
+    has_words,
+    summands_of,
+    tiles_of,
+)
 from ...tracer.method.quantized.quantized_product import quantized_product
 from ...tracer.method.quantized.weight_format import Packing, WeightFormat
 from .readers import AWQ_ORDER
@@ -27,8 +33,9 @@ def product_of_few(
 
     Returns:
         [..., outputs], of the dtype of `x`. None if there are more rows than `MOST`, the device has
-        no kernel, levels are places in a table, scales are no numbers as they are stored, or scales
-        or words are not of whole runs of inputs and outputs.
+        no kernel, levels are places in a table, scales are no numbers as they are stored, scales or
+        words are not of whole runs of inputs and outputs, or levels of a byte do not lie one behind
+        the other.
     """
     *lead, inputs = x.shape
     rows = x.numel() // inputs
@@ -39,8 +46,8 @@ def product_of_few(
         return None
     per_output, per_input = _levels_of_word(weight_format.packing, weight_format.is_turned)
     group = weight_format.inputs_per_scale or inputs
-    tile, _ = tiles_of(group, group == inputs, per_output > 1)
-    if inputs % group or group % per_input or not tile:
+    tiles = tiles_of(rows, group, group == inputs, per_output > 1)
+    if inputs % group or group % per_input or tiles is None:
         return None
     length = _run(weight_format, per_output)
     shared = weight_format.outputs_per_scale
@@ -57,11 +64,15 @@ def product_of_few(
         tensor = matrix(name)
         return tensor.reshape(runs if shared else 1, -1, groups).expand(runs, -1, -1)
 
+    weight = matrix(weight_format.weight).view(runs, length, groups, group // per_input)
+    if not has_words(weight):
+        return None
     zero = spread(weight_format.zero) if weight_format.zero else None
-    parts = summands_of(group, groups, units, per_output > 1)
+    parts = summands_of(tiles, inputs, units)
     summands = quantized_product(
-        x.reshape(rows, groups, group // per_input, per_input),
-        matrix(weight_format.weight).view(runs, length, groups, group // per_input),
+        # A tile of one row is read by many threads, each of which would make float32 of it.
+        (x.float() if rows == 1 else x).reshape(rows, groups, group // per_input, per_input),
+        weight,
         spread(weight_format.scale),
         zero,
         outputs_per_word=per_output,

@@ -21,7 +21,14 @@ from cg.launch.quantized import few_rows
 from cg.launch.quantized.few_rows import product_of_few
 from cg.launch.quantized.quantized_linear import QuantizedLinear
 from cg.launch.quantized.readers import read_settings
-from cg.tracer.method.quantized.quantized_kernel import MOST, has_float8, multiply, summands_of
+from cg.tracer.method.quantized.quantized_kernel import (
+    MOST,
+    MOST_SUMMANDS,
+    has_float8,
+    multiply,
+    summands_of,
+    tiles_of,
+)
 from cg.tracer.method.quantized.weight_format import WeightFormat
 
 from .quantized_folders import FORMS, SIZE, Form, packed
@@ -60,6 +67,22 @@ def compare(device: str, dtype: torch.dtype = torch.float32, tolerance: float = 
         print("equal")
 
 
+def compare_float8(device: str) -> None:
+    """Multiply each float8 by one: also subnormal ones, NaN, and bytes that begin in no word."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    for rows, start in ((1, 0), (1, 1), (2, 0)):
+        levels = torch.zeros(256 * 64 + start, dtype=torch.uint8)
+        levels[start:].view(256, 64)[:, 5] = numbers
+        weight = levels.to(device)[start:].view(torch.float8_e4m3fn).view(1, 256, 1, 64)
+        x = torch.zeros(rows, 1, 64, 1, device=device)
+        x[:, :, 5] = 1
+        scale = torch.ones(1, 1, 1, device=device)
+        product = multiply(x, weight, scale, None, 1, 0, False, False, 2).sum(0).cpu()
+        right = numbers.view(torch.float8_e4m3fn).float().expand(rows, 256)
+        torch.testing.assert_close(product.view(rows, 256), right, rtol=0, atol=0, equal_nan=True)
+    print("each")
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hosts, too."""
@@ -91,12 +114,14 @@ def test_kernels_are_the_product() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == len(FORMS)
+    assert done.stdout.count("each") == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kernels_on_a_gpu_are_the_product(dtype: torch.dtype) -> None:
     compare("cuda", dtype, 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps)
+    compare_float8("cuda")
 
 
 @pytest.mark.usefixtures("served")
@@ -157,13 +182,31 @@ def gptq_of(bits: int) -> tuple[WeightFormat, dict[str, Tensor], Tensor]:
     return chosen, tensors, weight
 
 
-def test_more_programs_share_inputs_where_there_are_few_outputs() -> None:
-    """But each has some steps, and none is of a part of a scale."""
-    for outputs, inputs, group in ((64, 4096, 128), (4096, 4096, 128), (14336, 4096, 4096)):
-        count = summands_of(group, inputs // group, outputs, False)
-        assert count & (count - 1) == 0
-        assert summands_of(group, inputs // group, 16 * outputs, False) <= count
-    assert summands_of(128, 1, 64, False) == 1
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("are_words", [False, True])
+def test_more_programs_share_inputs_where_there_are_few_outputs(rows: int, are_words: bool) -> None:
+    """But each has as many whole steps, and some of them."""
+    for outputs, inputs, group in ((64, 4096, 128), (4096, 14336, 128), (14336, 4096, 4096)):
+        tiles = tiles_of(rows, group, group == inputs, are_words)
+        assert tiles is not None
+        units = outputs // 8 if are_words else outputs
+        count = summands_of(tiles, inputs, units)
+        steps = inputs // (tiles.inputs * tiles.inner)
+        assert 1 < count <= MOST_SUMMANDS
+        assert steps % count == 0
+        assert steps // count >= tiles.steps
+        assert summands_of(tiles, inputs, 16 * units) <= count
+    assert summands_of(tiles, 128, 64) == 1
+
+
+@pytest.mark.usefixtures("served")
+def test_bytes_of_columns_are_not_served() -> None:
+    """They are no words of the inputs of an output."""
+    weight_format, tensors, _ = layer_of(FORMS["fp8"], 48, 64)
+    x = torch.randn(1, 64)
+    turned = {**tensors, weight_format.weight: tensors[weight_format.weight].t().contiguous().t()}
+    assert product_of_few(weight_format, tensors, x, 48) is not None
+    assert product_of_few(weight_format, turned, x, 48) is None
 
 
 if __name__ == "__main__":  # in the interpreter, which is chosen when the kernels are defined
@@ -174,3 +217,4 @@ if __name__ == "__main__":  # in the interpreter, which is chosen when the kerne
     few_rows.has_kernel = lambda device, levels: True
     few_rows.quantized_product = by_kernel
     compare("cpu")
+    compare_float8("cpu")
