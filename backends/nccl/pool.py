@@ -21,7 +21,9 @@ count together; those that only closed ones have used make room."""
 CONNECT_SECONDS = 120.0
 """Seconds that the members of a communicator have to join it. NCCL itself waits for ever."""
 
-ABORT_SECONDS = 10.0
+ABORT_SECONDS, RESET_SECONDS = 10.0, 60.0
+"""Seconds for which a rank that fails waits until its operations are broken off, and, if the job is
+to go on, all ranks. Where a host is busy, NCCL takes longer than a rank that ends should wait."""
 
 
 class NcclPool(Pool):
@@ -38,7 +40,6 @@ class NcclPool(Pool):
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         super().__init__(world, device, library)
-        self._stuck: list[str] = []
         self._releasing = threading.Lock()
         self._aborting: list[threading.Thread] = []
         self._left: dict[CommunicatorGroup, str | None] = {}
@@ -51,12 +52,14 @@ class NcclPool(Pool):
         self._is_broken = True
         self._drop_graphs()
         self.release_device()
-        deadline = monotonic() + ABORT_SECONDS
+        self._wait(ABORT_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until all operations are broken off, or for so long."""
+        deadline = monotonic() + seconds
         for thread in self._aborting:
             thread.join(max(deadline - monotonic(), 0.0))
-        self._aborting.clear()
-        self._stuck += [f"{group}: {why}" for group, why in self._left.items() if why is not None]
-        self._left.clear()
+        self._aborting = [thread for thread in self._aborting if thread.is_alive()]
 
     def release_device(self) -> None:
         """Break off all operations under way, and leave it to `abort` to wait for that.
@@ -68,7 +71,7 @@ class NcclPool(Pool):
         with self._releasing:
             self._is_broken = True
             for group, comm in self._take():
-                self._left[group] = f"it takes longer than {ABORT_SECONDS:g} s"
+                self._left[group] = f"it takes longer than {RESET_SECONDS:g} s"
                 thread = threading.Thread(target=self._abort, args=(group, comm), daemon=True)
                 thread.start()
                 self._aborting.append(thread)
@@ -88,7 +91,9 @@ class NcclPool(Pool):
         """
         if not self._is_broken:
             return
-        stuck_by_rank = enumerate(self._world.allgather(self._stuck))
+        self._wait(RESET_SECONDS)
+        own = [f"{group}: {why}" for group, why in self._left.items() if why is not None]
+        stuck_by_rank = enumerate(self._world.allgather(own))
         reasons = [f"rank {rank}: {why}" for rank, stuck in stuck_by_rank for why in stuck]
         if reasons:
             raise CommunicationError(
@@ -96,6 +101,7 @@ class NcclPool(Pool):
                 f"({'; '.join(reasons)}); start the job again"
             )
         self._is_broken = False
+        self._left.clear()
         if self._device is not None:
             self._device.synchronize()
         self._connect(list(self._groups))

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 GPUS = torch.cuda.device_count() or 2
 SERVERS = [case for case in cases(GPUS) if case.command.name == "serve"]
 
-FEW = "--port 0 --batch 2 --batches --chunk 16 --chunks --blocks 32 --block-size 8"
-"""Options by which few graphs are compiled."""
+FEW = "--port 0 --batch 2 --batches --chunks --blocks 32 --block-size 8 --chunk"
+"""Options by which few graphs are compiled; the length of chunks comes last."""
 
 PROMPTS = ((5, 9, 200, 31, 7), tuple(range(40, 63)), (1,))
 COUNT = 16
@@ -134,7 +134,8 @@ def serving(words: list[str], log: Path, device: str) -> Iterator[str]:
     """The address of a server that is ready; afterwards it has ended by SIGTERM, with code 0."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*words, *FEW.split()],
+            # The kernels of ranks that share sequences take multiples of 32 tokens.
+            [*words, *FEW.split(), "32" if "--cp" in words else "16"],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=jobs.environment({**VARIABLES, "CG_DEVICE": device}),

@@ -68,6 +68,10 @@ def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
     assert re.findall(r"passed (\w+)", ended.output) == list(passed), ended.output
 
 
+SOON, SOON_ON_GPUS = 60, 250
+"""Seconds in which a job ends that should end by itself. On a machine with GPUs, libraries of
+gigabytes may be read from a disk first."""
+
 ENDINGS = {
     "kill": "signal 9",
     "sleep": r"(after|for) 3(\.0)? s",
@@ -80,7 +84,8 @@ def check_ending(
     ending: str, program: Sequence[str], device: Mapping[str, str] | None = None
 ) -> None:
     """The job has ended by itself, soon, with a message and a code."""
-    ended = run(2, program, variables=device, seconds=60, warm=device is None)
+    seconds = SOON if device is None else SOON_ON_GPUS
+    ended = run(2, program, variables=device, seconds=seconds, warm=device is None)
     assert ended.code != 0, ended.output
     assert f"it begins to {ending}" in ended.output
     assert re.search(ENDINGS[ending], ended.output), ended.output
@@ -265,14 +270,14 @@ def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: 
 @pytest.mark.gpu(2)
 def test_driven_graphs_on_gpus() -> None:
     program = ["-m", "tests.mpi.driven_job", "nccl"]
-    ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
+    ended = run(GPUS, program, variables=ON_GPUS, seconds=SOON_ON_GPUS)
     check_driven(ended, [check for check in DRIVEN if check != "within"])
 
 
 @pytest.mark.gpu(2)
 def test_steps_that_need_no_host_on_gpus() -> None:
     program = ["-m", "tests.mpi.device_only_job", "nccl"]
-    check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), DEVICE_ONLY)
+    check_driven(run(GPUS, program, variables=ON_GPUS, seconds=SOON_ON_GPUS), DEVICE_ONLY)
 
 
 FAULTS = ("watched", "read", "again", "within", "driven")
@@ -284,7 +289,8 @@ def check_fault(how: str, device: Mapping[str, str] | None = None) -> None:
     program = ["-m", "tests.mpi.device_fault_job", how]
     if device is None:
         program[1:1] = ["tests.mpi.device_job"]
-    ended = run(2, program, variables=device, seconds=60, warm=device is None)
+    seconds = SOON if device is None else SOON_ON_GPUS
+    ended = run(2, program, variables=device, seconds=seconds, warm=device is None)
     assert ended.code != 0, ended.output
     assert ended.output.count("the device has failed in execution") == 1, ended.output
     assert ended.output.count("CUDA error: device-side assert triggered") == 1, ended.output
@@ -324,7 +330,7 @@ def test_what_is_captured_on_gpus(word: str) -> None:
 @pytest.mark.gpu(2)
 def test_a_step_is_one_launch_on_each_gpu_and_waits_for_none() -> None:
     program = ["benchmarks/gpu.py", "--sections", "profile"]
-    ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
+    ended = run(GPUS, program, variables=ON_GPUS, seconds=SOON_ON_GPUS)
     assert ended.code == 0, ended.output
     assert ended.output.count("nothing else was launched, no host has waited") == 2, ended.output
 

@@ -86,8 +86,20 @@ def test_an_error_of_it_hides_no_other_and_ends_the_use_of_messages() -> None:
         pool.reset()
 
 
+def test_one_that_ends_after_the_failure_is_none_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.0)
+    library = Slow()
+    pool = joined(library)
+    pool.abort()  # the rank has not waited for it
+    library.over.set()
+    pool.reset()
+
+
 def test_it_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.0)
+    monkeypatch.setattr(nccl, "RESET_SECONDS", 0.05)
     library = Slow()
     pool = joined(library)
     pool.abort()
