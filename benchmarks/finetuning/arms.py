@@ -70,6 +70,7 @@ _ALL = {
     **_of_cg("dp", *_DATA),
     **_of_cg("fsdp-step", *_DATA, "--fsdp", "step"),
     **_of_cg("fsdp-task", *_DATA, "--fsdp", "task"),
+    **_of_cg("fsdp-step-float8", *_DATA, "--fsdp", "step", "--float8"),
     **_of_cg("tp", "--pp", "1", "--tp", str(RANKS)),
     **_pipeline_of_cg("1f1b"),
     **_pipeline_of_cg("zb-h1"),
@@ -77,6 +78,8 @@ _ALL = {
     **_of_torch("ddp", "ddp"),
     **_of_torch("fsdp2", "fsdp2"),
     **_of_torch("fsdp2-once", "fsdp2", "--once"),
+    **_of_torch("fsdp2-float8", "fsdp2", "--float8"),
+    **_of_torch("fsdp2-once-float8", "fsdp2", "--once", "--float8"),
     **_of_torch("tp", "tp"),
     **_of_torch("pp-1f1b", "pp", "--schedule", "Schedule1F1B"),
     **_of_torch("pp-zbv", "pp", "--schedule", "ScheduleZBVZeroBubble"),
@@ -93,6 +96,7 @@ _ORDER = """
     cg-pp-zb-h1-no-overlap cg-pp-zb-h1-no-overlap-fused
     cg-pp-auto-no-overlap cg-pp-auto-no-overlap-fused
     torch-pp-interleaved-zb torch-pp-interleaved-zb-compiled
+    cg-fsdp-step-float8-fused torch-fsdp2-once-float8-compiled torch-fsdp2-float8-compiled
 """
 
 ARMS = {name: _ALL[name] for name in _ORDER.split()}

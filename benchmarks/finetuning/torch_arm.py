@@ -108,9 +108,11 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> Step:
 
     With `--once` weights stay gathered from the first microbatch to the last, and gradients are
     reduced behind the last. Otherwise each forward and each backward gathers them, and each
-    backward reduces.
+    backward reduces. With `--float8` linear layers but the head are torchao's, which are gathered in
+    float8; their scales are computed for all of them behind the update.
     """
     model = load(args).to(device)
+    rescale = float8_layers(model, device) if args.float8 else None
     compile_layers(model, args)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -135,9 +137,27 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> Step:
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         update(optimizer, rates)
+        if rescale is not None:
+            rescale(model)
         return torch.stack(losses).sum()
 
     return step
+
+
+def float8_layers(model: Any, device: torch.device) -> Callable[[nn.Module], None]:
+    """Replace linear layers but the head by torchao's; gives what computes their scales anew."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, path: path != "lm_head"
+    )
+    rescale: Callable[[nn.Module], None] = precompute_float8_dynamic_scale_for_fsdp
+    return rescale
 
 
 def update(optimizer: Any, rates: Any) -> None:
@@ -242,6 +262,7 @@ def main() -> None:
     parser.add_argument("arm", choices=sorted(ARMS))
     parser.add_argument("--compile", action="store_true", help="layers, by TorchInductor")
     parser.add_argument("--once", action="store_true", help="fsdp2: gather and reduce once a step")
+    parser.add_argument("--float8", action="store_true", help="fsdp2: by torchao, also gathers")
     parser.add_argument("--schedule", default="Schedule1F1B", help="pp: a class of torch's")
     args = parser.parse_args()
     device = join()
