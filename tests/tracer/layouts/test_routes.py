@@ -120,7 +120,9 @@ def test_rows_that_stay_apart_are_gathered_once_and_reduced_once(name: str) -> N
     def function(*values: Tensor) -> Tensor:
         return mixture([APART[name]], *values)
 
-    run = check(function, tensors(tokens=8), layouts, mesh(ep=2))
+    # Torch rounds silu and gelu by an entry's place in memory: in a vector, or behind the last one.
+    tolerance = 1e-15 if name in ("silu", "gelu") else 0
+    run = check(function, tensors(tokens=8), layouts, mesh(ep=2), tolerance=tolerance)
     # Tokens, the numbers of their experts and shares; then the sums of choices.
     mask = [Change.GATHER] * (name == "dropped")
     assert run.changes == [Change.GATHER] * 3 + mask + [Change.REDUCE]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....ir.layout import Layout, Region
+from ....ir.layout import Cut, Layout, Region
 from ....ir.location import Location
 from ....ir.types import Place, TensorType
 from ...values.specs import ir_dtype
@@ -71,6 +71,21 @@ class LayoutTransfer:
 
 
 @dataclass(frozen=True)
+class OwnRows:
+    """The rows of a value that a rank holds in the order of its experts, and no others.
+
+    Attributes:
+        ids: the numbers of the experts of its rows, which are its first two dimensions.
+        experts: how many experts there are.
+        cut: how they are cut over ranks.
+    """
+
+    ids: Version
+    experts: int
+    cut: Cut
+
+
+@dataclass(frozen=True)
 class End:
     """The layout in which an output of the graph ends.
 
@@ -102,6 +117,7 @@ class Propagation:
         outputs: the outputs of the graph; None for an output that is no tensor.
         locations: the user's line of each node.
         passing: versions that are gathered for one op; a backward gathers them again.
+        own_rows: the values of which ranks hold the rows of their own experts alone.
     """
 
     graph: fx.Graph
@@ -114,12 +130,25 @@ class Propagation:
     outputs: tuple[Version | None, ...]
     locations: Mapping[fx.Node, Location]
     passing: frozenset[Version] = frozenset()
+    own_rows: Mapping[fx.Node, OwnRows] = field(default_factory=dict)
 
     def layout(self, node: fx.Node) -> Layout:
         """The layout in which a node of the copied graph computes its tensor."""
         (layout,) = self.layouts[node]
         assert layout is not None
         return layout
+
+    def rows_of(self, version: Version) -> OwnRows | None:
+        """The rows of a version that a rank holds, if these are those of its experts alone."""
+        return self.own_rows.get(version.node)
+
+    def rows_text(self, version: Version, names: Mapping[fx.Node, str]) -> str:
+        """The result of `rows_of` in words; `names` are those of nodes."""
+        own = self.rows_of(version)
+        if own is None:
+            return ""
+        ids = names.get(own.ids.node, own.ids.node.name)
+        return f" own rows by {ids} {own.ids.layout} of {own.experts} cut along {own.cut}"
 
 
 def text_of(version: Version) -> str:

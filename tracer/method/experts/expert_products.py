@@ -33,6 +33,16 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "expert_order(Tensor ids, SymInt experts, bool partial=False) -> (Tensor, Tensor, Tensor)"
 )
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "own_rows(Tensor ids, SymInt first, SymInt experts, bool all_rows=False) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "first_rows(Tensor(a) rows, Tensor order) -> Tensor(a)"
+)
+_LIBRARY.define("with_room(Tensor rows, SymInt count) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "rows_back(Tensor rows, Tensor order, Tensor ends, SymInt count) -> Tensor"
+)
 
 _ALIGNMENT = 16
 """Bytes; the kernel of CUDA takes rows that begin at multiples of it."""
@@ -99,12 +109,23 @@ def in_order_of_ids(
         order, ends: as `by_expert` gives them.
         partial: whether rows of experts elsewhere are zeros.
     """
-    if partial and rows.device.type != "cpu":
+    if partial:
+        result = _rows_back(rows, order, ends, ids.numel())
+    else:
+        result = rows.new_empty(rows.shape).index_copy_(0, order, rows)
+    return result.view(*ids.shape, rows.shape[1])
+
+
+def _rows_back(rows: Tensor, order: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Rows that are sorted by expert, at their places among `count`; all others are zeros."""
+    if rows.device.type == "cpu":
+        last = int(ends[-1]) if len(ends) else 0
+        rows, order = rows[:last], order[:last]
+    else:
         is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
-        rows = torch.where(is_here.unsqueeze(1), rows, 0)
-    make = rows.new_empty if len(rows) == ids.numel() else rows.new_zeros
-    result = make(ids.numel(), rows.shape[1])
-    return result.index_copy_(0, order, rows).view(*ids.shape, rows.shape[1])
+        rows = torch.where(is_here.view(-1, *(1,) * (rows.dim() - 1)), rows, 0)
+    make = rows.new_empty if len(rows) == count else rows.new_zeros
+    return make(count, *rows.shape[1:]).index_copy_(0, order, rows)
 
 
 def _expert_outer(
@@ -121,10 +142,43 @@ def by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]
     Rows of experts that are elsewhere come last. On a host they are left out: a device would have
     to tell the host how many they are.
     """
-    order, ends = _all_by_expert(ids, experts, partial)
-    if partial and ids.device.type == "cpu":
-        order = order[: int(ends[-1])] if experts else order[:0]
-    return order, ends
+    if partial:
+        return _own_rows(ids, 0, experts)
+    return _all_by_expert(ids, experts, partial)
+
+
+def _own_rows(
+    ids: Tensor, first: int, experts: int, all_rows: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The order and the ends of `by_expert` for a rank that has some of the experts.
+
+    Args:
+        ids: integers `[tokens, choices]`.
+        first, experts: the rank's first expert, and how many it has.
+        all_rows: whether rows of experts elsewhere come last, also on a host.
+    """
+    if ids.device.type != "cpu":
+        return _all_by_expert(ids - first, experts, partial=True)
+    ranked, order = ids.reshape(-1).to(torch.int64).sort(stable=True)
+    numbers = torch.arange(first - 1, first + experts)
+    bounds = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+    start, end = int(bounds[0]), int(bounds[-1])
+    own = order[start:end]
+    if all_rows:
+        own = torch.cat([own, order[:start], order[end:]])
+    return own, bounds[1:] - bounds[0]
+
+
+def _first_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """The rows that an order has, of those that are sorted by it."""
+    return rows[: len(order)]
+
+
+def _with_room(rows: Tensor, count: int) -> Tensor:
+    """A copy of rows that are sorted by expert, as `count` rows; the others are not defined."""
+    result = rows.new_empty(count, *rows.shape[1:])
+    result[: len(rows)] = rows
+    return result
 
 
 def _expert_order(
@@ -192,12 +246,13 @@ def group_by_group(
         width: of the result.
         ends: of groups, int32.
     """
-    products = rows.new_zeros(len(rows), width)
+    products = rows.new_empty(len(rows), width)
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
             torch.mm(rows[start:end], matrix(group), out=products[start:end])
         start = end
+    products[start:].zero_()
     return products
 
 
@@ -277,6 +332,10 @@ for _name, _kernel in {
     "expert_linear": _expert_linear,
     "expert_outer": _expert_outer,
     "expert_order": _expert_order,
+    "own_rows": _own_rows,
+    "first_rows": _first_rows,
+    "with_room": _with_room,
+    "rows_back": _rows_back,
 }.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("cg::grouped_mm", _fake_grouped, lib=_LIBRARY)
@@ -301,6 +360,23 @@ torch.library.register_fake(
     ),
     lib=_LIBRARY,
 )
+torch.library.register_fake(
+    "cg::own_rows",
+    lambda ids, first, experts, all_rows=False: (
+        ids.new_empty(ids.numel(), dtype=torch.int64),
+        ids.new_empty(experts, dtype=torch.int32),
+    ),
+    lib=_LIBRARY,
+)
+torch.library.register_fake("cg::first_rows", _first_rows, lib=_LIBRARY)
+torch.library.register_fake(
+    "cg::with_room", lambda rows, count: rows.new_empty(count, *rows.shape[1:]), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "cg::rows_back",
+    lambda rows, order, ends, count: rows.new_empty(count, *rows.shape[1:]),
+    lib=_LIBRARY,
+)
 torch.library.register_autograd(
     "cg::expert_linear", _linear_backward, setup_context=_save, lib=_LIBRARY
 )
@@ -312,6 +388,10 @@ GROUPED_MM = torch.ops.cg.grouped_mm.default
 EXPERT_LINEAR = torch.ops.cg.expert_linear.default
 EXPERT_OUTER = torch.ops.cg.expert_outer.default
 EXPERT_ORDER = torch.ops.cg.expert_order.default
+OWN_ROWS = torch.ops.cg.own_rows.default
+FIRST_ROWS = torch.ops.cg.first_rows.default
+WITH_ROOM = torch.ops.cg.with_room.default
+ROWS_BACK = torch.ops.cg.rows_back.default
 
 
 @register_flop_formula(torch.ops.cg.grouped_mm)

@@ -6,8 +6,9 @@ op whose pieces contradict its layouts fails here, and not when it runs.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..cases import Answer, Shape
 from ..cuts import unmerged
 from ..expansions import fake_mode_of
 from ..versions import Propagation, Version
+from .row_graphs import RowGraph
 
 _ATEN = torch.ops.aten
 _VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
@@ -69,6 +71,7 @@ class LocalGraphBuilder:
         self._mode = fake_mode_of(node.meta.get("val") for node in propagation.graph.nodes)
         self._before = {t.after: t.before for t in propagation.transfers}
         self._loc: Location | None = None
+        self._rows = RowGraph(self, propagation)
 
     def placeholder(self, version: Version) -> None:
         node = version.node
@@ -82,6 +85,9 @@ class LocalGraphBuilder:
             new.meta["val"] = node.meta["val"].new_empty(
                 shape_of(layout.region(shape, self.position))
             )
+        if self._propagation.rows_of(version) is not None:
+            self._rows.arrive(version, new)
+            return
         self._values[version] = self._shaped(new, shape_of(self.region(version)))
 
     def given_out(self, version: Version) -> fx.Node:
@@ -89,6 +95,8 @@ class LocalGraphBuilder:
 
         Its cut factors are separate dimensions, since no type has a product of them.
         """
+        if self._propagation.rows_of(version) is not None:
+            return self._rows.leave(version)
         layout, shape = unmerged(version.layout, tuple(version.node.meta["val"].shape))
         return self._shaped(self.value(version), shape_of(layout.region(shape, self.position)))
 
@@ -113,7 +121,9 @@ class LocalGraphBuilder:
         """The node of the rank's piece of a version; a slice of another version's where needed."""
         piece = self._values.get(version)
         if piece is None:
-            if version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
+            if self._propagation.rows_of(version) is not None:
+                piece = self._rows.all_rows(version)
+            elif version.node.op == "get_attr" and version.layout == self._layouts(version.node)[0]:
                 piece = self.graph.node_copy(version.node)
             else:
                 before = self._before[version]
@@ -132,11 +142,17 @@ class LocalGraphBuilder:
             assert isinstance(source, fx.Node)
             self._note(node, self._item(source, index))
             return
-        op = RankOp(self, node)
+        op = RankOp(self, node, self.value)
         answer = self._propagation.answers[node]
+        summed = self._rows.outer(node, op) if self._rows.is_outer(node) else None
         layouts = [*answer.wanted, *(layout for layout in answer.results if layout is not None)]
-        if not any(cut for layout in layouts for cut in layout.cuts):
-            result: Any = op.run()
+        result: Any
+        if node in self._propagation.own_rows:
+            result = self._rows.add(node, lambda value: RankOp(self, node, value))
+        elif summed is not None:
+            result = summed
+        elif not any(cut for layout in layouts for cut in layout.cuts):
+            result = op.run()
         elif answer.local is not None:
             result = answer.local(op)
         else:
@@ -165,11 +181,17 @@ class LocalGraphBuilder:
         assert layout is not None
         version = Version(node, layout)
         shape = shape_of(self.region(version))
+        is_rows = node in self._propagation.own_rows
+        if is_rows:
+            shape = (math.prod(shape[:2]), *shape[2:])
         assert tuple(fake.shape) == shape, f"{node.format_node()}: {tuple(fake.shape)}, not {shape}"
         dtype = node.meta["val"].dtype
         if fake.dtype is not dtype:  # the local form of a rule may compute in another type
             result = self.emit(_ATEN._to_copy.default, (result,), {"dtype": dtype})
-        self._values[version] = result
+        if is_rows:
+            self._rows.note(version, result)
+        else:
+            self._values[version] = result
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Add an op, and compute its fake."""
@@ -212,10 +234,17 @@ class LocalGraphBuilder:
 
 @dataclass(frozen=True)
 class RankOp:
-    """An op as one rank runs it; implements `LocalOp`."""
+    """An op as one rank runs it; implements `LocalOp`.
+
+    Attributes:
+        builder: makes the rank's graph.
+        node: the op.
+        value: gives the node of the rank's piece of a version that the op takes.
+    """
 
     builder: LocalGraphBuilder
     node: fx.Node
+    value: Callable[[Version], fx.Node]
 
     @property
     def target(self) -> torch._ops.OpOverload:
@@ -232,14 +261,13 @@ class RankOp:
             args, kwargs = self.node.args, self.node.kwargs
             default = argument.default_value
             value = args[index] if index < len(args) else kwargs.get(argument.name, default)
-            arguments[argument.name] = fx.node.map_arg(
-                value, lambda _: self.builder.value(next(reads))
-            )
+            arguments[argument.name] = fx.node.map_arg(value, lambda _: self.value(next(reads)))
         return arguments
 
     @property
     def operands(self) -> tuple[Region, ...]:
-        return tuple(map(self.builder.region, self.builder.reads(self.node)))
+        reads = self.builder.reads(self.node)[: len(self._answer.wanted)]  # without ids of rows
+        return tuple(map(self.builder.region, reads))
 
     @property
     def results(self) -> tuple[Region | None, ...]:

@@ -439,9 +439,9 @@ class _Partitioner:
 
     def _version(self, version: Version, names: Mapping[fx.Node, str]) -> str:
         """A version, and the version that it is a slice of, in words that depend on no name."""
-        transfer = self.transfers.get(version)
-        name = names.get(version.node, version.node.name)
-        text = f"{name} {version.layout} {kind(version.node)}"
+        transfer, name = self.transfers.get(version), names.get(version.node, version.node.name)
+        rows = self.propagation.rows_text(version, names)
+        text = f"{name} {version.layout} {kind(version.node)}{rows}"
         if transfer is None or transfer.change.communicates:
             return text
         return f"{text} from {self._version(transfer.before, names)}"

@@ -30,6 +30,7 @@ from ..functional import read_later
 from ..routes import still_true
 from ..rules.table import rule_of
 from ..versions import End, Propagation, Version, rewire
+from .own_rows import with_own_rows
 from .refusals import check_given, check_in_place, gradient_refusal
 from .version_maker import VersionMaker
 from .visited_nodes import Locations
@@ -98,7 +99,7 @@ class _Propagator(VersionMaker):
                 ) from None
         outputs = tuple(self._outputs(node))
         rewire(self.reads, self.versions, node, outputs)
-        return Propagation(
+        run = Propagation(
             self.graph,
             self.place,
             self.copies,
@@ -110,6 +111,7 @@ class _Propagator(VersionMaker):
             self.locations,
             frozenset(self.passing),
         )
+        return with_own_rows(run)
 
     def _visit(self, node: fx.Node) -> fx.Node:
         """Lay out a node; return the next one, which is new if the node has been expanded."""

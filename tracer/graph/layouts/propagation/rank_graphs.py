@@ -90,11 +90,15 @@ class _Basis:
         while pending:
             version = pending.pop()
             shaped[version.layout, tuple(version.node.meta["val"].shape)] = None
+            own = propagation.rows_of(version)
+            axes |= dict.fromkeys(own.cut.axes if own is not None else ())
             if version in before:
                 axes |= dict.fromkeys((*version.layout.axes, *before[version].layout.axes))
                 pending.append(before[version])
         for node in nodes:
             shaped |= dict.fromkeys(_results(propagation, node))
+            rows = propagation.own_rows.get(node)
+            axes |= dict.fromkeys(rows.cut.axes if rows is not None else ())
             answer = propagation.answers.get(node)
             if answer is not None and answer.local is not None:
                 layouts = (
