@@ -16,9 +16,7 @@ def plan_hash(module: Module) -> str:
 
     Of programs in a file it is the digest of the file, so that no rank has to read all of them.
     """
-    if isinstance(module.programs, StoredPrograms):
-        return module.programs.digest
-    return hashlib.sha256(format_module(module).encode()).hexdigest()
+    return _compared(module)[0]
 
 
 def check_plan(module: Module, world: World) -> str:
@@ -30,8 +28,15 @@ def check_plan(module: Module, world: World) -> str:
     Raises:
         PlanMismatch: the ranks hold different plans; raised on every rank.
     """
-    digest = plan_hash(module)
-    text = digest if isinstance(module.programs, StoredPrograms) else format_module(module)
+    digest, text = _compared(module)
     parts = {"plan": ComparedText("in what they run,", text)}
     agree(world, "the ranks have compiled different plans", parts, ADVICE)
     return digest
+
+
+def _compared(module: Module) -> tuple[str, str]:
+    """The hash of a module, and the text that ranks compare."""
+    if isinstance(module.programs, StoredPrograms):
+        return module.programs.digest, module.programs.digest
+    text = format_module(module)
+    return hashlib.sha256(text.encode()).hexdigest(), text

@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..attributes import Effect, ReduceOp, Shares, Symbol, Task
 from ..flops import Flops
 from ..layout import WHOLE, Cut, Intervals, Layout, Region, is_region, merge
+from ..location import Location
 from ..types import (
     MOST_RANKS,
     DType,
@@ -45,6 +46,7 @@ _SHARE = re.compile(rf"([A-Za-z_][\w.-]*)\s*:\s*({'|'.join(effect.value for effe
 _REGION = re.compile(r"\[([^\[\]]*)\]")
 _REGIONS = re.compile(rf"{_REGION.pattern}(?:\s*,\s*{_REGION.pattern})*+")
 _INTERVAL = re.compile(r"(\d+)\s*:\s*(\d+)")
+_LOCATION = re.compile(r'loc\("([^"]*)":(\d+)(?: in (.*))?\)')
 _PLAIN = re.compile(r"[\w.$-]+")
 
 _MOST_BLOCKS = 1 << 16
@@ -215,6 +217,15 @@ def parse_string(text: str) -> str:
     if not (text[:1].isalpha() or text[:1] == "_"):
         raise ValueError(f"'{text}' is not a word; put it in double quotes")
     return text
+
+
+def parse_location(text: str) -> Location:
+    """Read a location that is one token: `loc("train.py":12 in step)`."""
+    parts = _LOCATION.fullmatch(text)
+    if parts is None:
+        raise ValueError(f"'{text}' is no location")
+    file, line, function = parts.groups()
+    return Location(file, int(line), parse_string(function) if function else "")
 
 
 def parse_symbol(text: str) -> Symbol:

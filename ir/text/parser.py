@@ -114,6 +114,7 @@ class _Parser:
         self.programs: list[Program] = []
         self._types: dict[str, Type] = {}
         self._literals: dict[tuple[Reader, str], Any] = {}
+        self._known_attributes: dict[tuple[str, ...], dict[str, Any]] = {}
         self._values: dict[str, Value] = {}
         self._meshes = {} if meshes is None else meshes
 
@@ -351,6 +352,26 @@ class _Parser:
         return value
 
     def attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
+        """The attributes between braces, if there are any; those of many ops are the same."""
+        if self.token != "{":
+            return self._attributes(known, owner)
+        start = self._position
+        try:
+            end = self._tokens.index("}", start)
+        except ValueError:
+            return self._attributes(known, owner)  # which fails
+        key = owner, *self._tokens[start:end]
+        values = self._known_attributes.get(key)
+        if values is None:
+            values = self._attributes(known, owner)
+            if self._position == end + 1:  # no value has braces of its own
+                self._known_attributes[key] = values
+        else:
+            self._position = end + 1
+            self.token = self._tokens[end + 1]
+        return values
+
+    def _attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if self.accept("{"):
             while not self.accept("}"):
@@ -395,6 +416,9 @@ class _Parser:
         return type_
 
     def location(self) -> Location | None:
+        if self.token.startswith("loc("):
+            loc: Location = self.read(literals.parse_location, "a location")
+            return loc
         if not self.accept("loc"):
             return None
         self.expect("(", "loc")

@@ -27,7 +27,7 @@ from .source_digest import source_digest
 _LOG = logging.getLogger("cg")
 _KIND = "programs"
 
-LONG = 0.25
+LONG = 0.02
 """Seconds; a program that is made faster is not kept, since reading it would gain little."""
 
 

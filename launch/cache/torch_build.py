@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import itertools
 import operator
 import os
 import platform
@@ -79,11 +80,22 @@ class Replaced(Exception):
     """A function or an operator of torch is not torch's own; the message says which."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """A module or a class as it was: its names, their values, and a line for each function."""
+
+    name: str
+    names: list[str]
+    values: list[Any]
+    lines: str
+
+
 @dataclass(eq=False)
 class TorchBuild:
     """The text of all that torch's functions depend on in this process.
 
     It takes milliseconds, and a tenth of that where no name of torch has another value since.
+    Lines are written anew for the modules and classes alone that have changed.
 
     Attributes:
         variables: those that torch reads, as they were when it began: it sets some itself.
@@ -91,8 +103,7 @@ class TorchBuild:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     _digest: str = ""
-    _names: list[list[str]] = field(default_factory=list)
-    _values: list[list[Any]] = field(default_factory=list)
+    _known: list[_Space] = field(default_factory=list)
     _kernels: frozenset[str] = frozenset()
 
     def text(self) -> str:
@@ -101,20 +112,36 @@ class TorchBuild:
         Raises:
             Replaced: a function or an operator is not torch's own.
         """
-        spaces = list(_spaces())
-        names = [list(members) for _, members in spaces]
-        values = [list(members.values()) for _, members in spaces]
-        if names != self._names or not all(map(_identical, values, self._values)):
-            self._digest = ""
-            lines = "".join(line for name, members in spaces for line in _members(name, members))
+        known = itertools.chain(self._known, itertools.repeat(None))
+        spaces = [
+            _space_now(*space, before) for space, before in zip(_spaces(), known, strict=False)
+        ]
+        if spaces != self._known:
+            lines = "".join(space.lines for space in spaces)
             self._digest = hashlib.sha256(lines.encode()).hexdigest()
-            self._names, self._values = names, values
+            self._known = spaces
         kernels = frozenset(torch.library._impls)
         if kernels != self._kernels:
-            _check_kernels(kernels)
+            _check_kernels(kernels - self._kernels)
             self._kernels = kernels
         read = [f"{name}={text}" for name, text in sorted(self.variables.items())]
         return "\n".join([self._digest, *_surroundings(), *read])
+
+
+def _space_now(name: str, members: Mapping[str, Any], before: _Space | None) -> _Space:
+    """A space as it is; the one of before, if nothing in it has changed.
+
+    Raises:
+        Replaced: a function in it is not in torch's own files.
+    """
+    names, values = list(members), list(members.values())
+    if (
+        before is not None
+        and (before.name, before.names) == (name, names)
+        and _identical(values, before.values)
+    ):
+        return before
+    return _Space(name, names, values, "".join(_members(name, members)))
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

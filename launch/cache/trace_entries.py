@@ -72,6 +72,10 @@ class StoredTraces:
         """Say that a call has the trace of an earlier start."""
         _LOG.debug("compile cache: %s has the trace of an earlier start", call)
 
+    def mend(self, call: str, reason: str) -> None:
+        """Say why a part of a trace that a call has is made anew."""
+        _LOG.info("compile cache: a part of the trace of %s is made anew: %s", call, reason)
+
     def leave_out(self, call: str, reason: str) -> None:
         """Say why a call is not kept, or why kept traces do not serve it."""
         _LOG.info("compile cache: %s is traced anew: %s", call, reason)

@@ -185,6 +185,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
         self.reasons: list[str] = []
+        self.mended: list[str] = []
         self.pending: list[tuple[str, Callable[[], str]]] = []
         self.kept = self.taken = 0
 
@@ -203,6 +204,9 @@ class MemoryStore:
 
     def take(self, call: str) -> None:
         self.taken += 1
+
+    def mend(self, call: str, reason: str) -> None:
+        self.mended.append(reason)
 
     def leave_out(self, call: str, reason: str) -> None:
         self.reasons.append(reason)

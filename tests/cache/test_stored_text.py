@@ -209,6 +209,22 @@ def test_a_source_that_reaches_anything_else_is_written_anew(
         store.texts[key] = [changed_sources(text, change)]
     assert trained(Version(), tmp_path, store) == expected
     assert not (tmp_path / "ran").exists()
+    assert store.mended
+    assert all(reason.startswith("the code of a body is damaged: ") for reason in store.mended)
+
+
+def test_a_piece_of_another_form_is_cut_anew(tmp_path: Path) -> None:
+    store = MemoryStore()
+    expected = trained(Version(), tmp_path, store)
+    assert not store.mended
+    for key, (text, *_) in store.texts.items():
+        *others, pieces = text.split("\n")
+        content = json.loads(pieces)
+        for piece in (part for _, sections in content["sections"] for part in sections["parts"]):
+            piece["reads"] = ["x"]
+        store.texts[key] = ["\n".join((*others, json.dumps(content)))]
+    assert trained(Version(), tmp_path, store) == expected
+    assert any(reason.startswith("a piece is damaged: ") for reason in store.mended)
 
 
 def test_a_second_start_reads_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

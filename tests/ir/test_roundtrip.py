@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cg.ir.ops.compare import difference, equal
 from cg.ir.ops.module import Module
 from cg.ir.phases import Phase
+from cg.ir.text.diagnostics import IRError
 from cg.ir.text.parser import parse_module
 from cg.ir.text.printer import format_module, format_op, format_program
 
@@ -75,3 +76,36 @@ def test_line_breaks_spaces_and_comments_are_free() -> None:
     }
     // the last line"""
     assert parse_module(tight) == parse_module(loose)
+
+
+def test_a_location_and_attributes_may_have_other_spaces() -> None:
+    head = "module @m phase=traced world=2 {\n  program @m(%x: f32[2]@0) {\n"
+    attributes = "{fn = @f, mb = 3}", "{ fn = @f ,\n mb = 3 }"
+    locations = 'loc("a.py":3 in f)', 'loc ( "a.py" : 3\n in f )', 'loc("a\\u002epy":3 in "f")'
+    texts = {
+        f"{head}    %y = call(%x) {first} : f32[2]@0 {loc}\n"
+        f"    %z = call(%y) {second} : f32[2]@0 {loc}\n    return(%z) {{at = {{0}}}}\n  }}\n}}\n"
+        for first in attributes
+        for second in attributes
+        for loc in locations
+    }
+    assert len(texts) == 12
+    (printed,) = {format_module(parse_module(text), locations=True) for text in texts}
+    assert printed.count('{fn = @f, mb = 3} : f32[2]@0 loc("a.py":3 in f)') == 2
+
+
+def test_attributes_of_one_text_are_those_of_each_op() -> None:
+    text = (
+        "module @m phase=traced world=2 {\n"
+        "  program @m(%x: f32[2]@0) {\n"
+        "    %a = broadcast(%x) {group = {0..1}, root = 0} : f32[2]@{0..1}\n"
+        "    %b = broadcast(%x) {group = {0..1}, root = 0} : f32[2]@{0..1}\n"
+        "    %c = broadcast(%x) {group = {0..1}, mb = 1, root = 0} : f32[2]@{0..1}\n"
+        "    return(%c) {at = {0}}\n"
+        "  }\n"
+        "}\n"
+    )
+    assert format_module(parse_module(text)) == text
+    lacking = text.replace("%b = broadcast(%x) {group = {0..1}, root = 0}", "%b = broadcast(%x)")
+    with pytest.raises(IRError, match="broadcast lacks group, root"):
+        parse_module(lacking)

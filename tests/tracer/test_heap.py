@@ -5,8 +5,9 @@ from __future__ import annotations
 import array
 import collections
 import random
+import sys
 from collections.abc import Callable
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from cg.tracer.values.heap.reach import reach_all
 from cg.tracer.values.heap.snapshot import MISSING, ModuleNames, Snapshot
+from cg.tracer.values.heap.variables import users_modules
 
 
 class Slotted:
@@ -107,3 +109,17 @@ def test_a_walk_names_what_a_function_refers_to() -> None:
     reach = reach_all(step, lambda value: None)
     assert {path for _, path in reach.variables} >= {"kept", "Counter", ""}
     assert {path for _, path in reach.containers} >= {"kept", "kept.0"}
+
+
+def test_a_module_that_takes_the_place_of_another_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed, own = ModuleType("placed"), ModuleType("placed")
+    installed.__file__, own.__file__ = "/usr/lib/site-packages/placed.py", "/home/user/placed.py"
+    for module in (installed, own, installed):
+        monkeypatch.setitem(sys.modules, "placed", module)
+        assert (module in users_modules()) == (module is own)
+    monkeypatch.delitem(sys.modules, "placed")
+    assert installed not in users_modules()
+    monkeypatch.setitem(sys.modules, "placed", own)
+    assert own in users_modules()

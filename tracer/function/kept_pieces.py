@@ -92,7 +92,7 @@ class KeptSources:
     def read(
         self, kind: str, write: Callable[[frozenset[str]], GeneratedSource]
     ) -> GeneratedSource | None:
-        return read_source(self.json.get(kind), self.kept.line_of, write)
+        return read_source(self.json.get(kind), self.kept.line_of, self.kept.mend, write)
 
 
 KnownPiece = tuple[Subgraph, PieceFacts]

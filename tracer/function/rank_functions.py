@@ -84,8 +84,9 @@ class GraphPieces:
         try:
             content = None if joint.kept is None else joint.kept.pieces.value["forward"]
             return None if content is None else self._note(read_forward(content, joint))
-        except (Damaged, TypeError, KeyError):
-            return None  # it is cut out of the graph
+        except (Damaged, TypeError, ValueError, KeyError) as error:
+            _mend(joint, error)
+            return None
 
     def _kept_sections(self, joint: Joint, volatile: frozenset[int]) -> Sections[Subgraph] | None:
         """The sections of an earlier start; None if there are none."""
@@ -95,12 +96,19 @@ class GraphPieces:
                 if frozenset(numbers) == volatile:
                     return read_sections(content, joint, volatile, self._note)
             return None
-        except (Damaged, TypeError, ValueError, KeyError):
-            return None  # they are cut out of the graph
+        except (Damaged, TypeError, ValueError, KeyError) as error:
+            _mend(joint, error)
+            return None
 
     def _note(self, known: KnownPiece) -> Subgraph:
         piece, self._facts[piece.nodes] = known
         return piece
+
+
+def _mend(joint: Joint, error: Exception) -> None:
+    """Say that pieces are cut out of the graph, since those of an earlier start are damaged."""
+    assert joint.kept is not None, "pieces of an earlier start were read"
+    joint.kept.mend(f"a piece is damaged: {error}")
 
 
 def _moved(piece: Subgraph, first: Joint, joint: Joint) -> Subgraph:

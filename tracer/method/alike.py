@@ -9,12 +9,14 @@ matter only where they change the graph, and nobody has to list them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -26,8 +28,8 @@ from ..values.actor_state import ActorState, StateTensor
 from ..values.interface import TracedCall
 from ..values.operators import storage_key
 from ..values.specs import static_key
-from .attention.varlen_calls import attention_traced
-from .call_fakes import is_plain
+from .attention.varlen_calls import attention_compared
+from .call_fakes import input_fakes, is_plain, state_fakes
 from .float8.linear import in_float8
 from .joint import Wanted, ends
 from .joint_graph import Joint
@@ -40,7 +42,7 @@ from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
 from .reuse.templates import BlocksMisled
 from .stored.plain_text import Damaged, Json, NotStorable
-from .stored_traces import TraceStore, joint_text, read_joint, trace_key
+from .stored_traces import USES_GRADIENTS, TraceStore, joint_text, read_joint, trace_key
 from .twice import refuse_hidden_state, settled
 
 _MANY = 8
@@ -64,7 +66,11 @@ class Traces:
         self.store = store
 
     def find(self, call: TracedCall, wanted: Wanted | None) -> Joint | None:
-        """Find the trace of a call that is alike, with this call's state; None if there is none."""
+        """Find the trace of a call that is alike, with this call's state; None if there is none.
+
+        Raises:
+            UsesGradients: the call works on gradients, as in an earlier start.
+        """
         outline = _outline(call.state)
         known = self._joints.get(_kind(call, wanted), [])
         for entry in reversed(known[-_MANY:]):
@@ -83,6 +89,9 @@ class Traces:
         """Find the trace of an earlier start, which the call is like; None if there is none.
 
         Without a derivative, the call runs twice, as `refuse_hidden_state` has it.
+
+        Raises:
+            UsesGradients: it works on gradients, as in an earlier start.
         """
         outline = _outline(call.state)
         try:
@@ -90,9 +99,12 @@ class Traces:
         except NotStorable:
             return None  # the reason is given where the trace would be kept
         for text in store.read(key):
+            if text == USES_GRADIENTS:
+                _refuse_work_on_gradients(call, store)
+                continue
             try:
                 again = partial(self._trace_again, call, wanted, store)
-                stored = read_joint(text, call, wanted, again)
+                stored = read_joint(text, call, wanted, again, partial(store.mend, call.shown))
             except Damaged as error:
                 store.leave_out(call.shown, f"damaged: {error}")
                 continue
@@ -130,11 +142,20 @@ class Traces:
         try:
             with refusals_dropped():
                 return _settled(call, wanted, self.blocks)
+        except UsesGradients:
+            self._keep_refusal(call)
+            raise
         except (TraceError, BlocksMisled) as error:
             if not self.blocks.tried and isinstance(error, TraceError):
                 note_refusal(error)
                 raise
         return _settled(call, wanted, None)
+
+    def _keep_refusal(self, call: TracedCall) -> None:
+        """Keep that a call works on gradients: the next start need not prepare a graph for it."""
+        if self.store is not None:
+            with suppress(NotStorable):
+                self.store.keep(trace_key(call, None, _outline(call.state)), lambda: USES_GRADIENTS)
 
     def add(
         self,
@@ -213,6 +234,52 @@ def _rerun(
         return None  # the trace that follows says what is wrong, if anything is
 
 
+def _refuse_work_on_gradients(call: TracedCall, store: TraceStore) -> None:
+    """Run the beginning of a call that has worked on gradients in an earlier start.
+
+    Raises:
+        UsesGradients: it does so again, before it uses a torch function. A trace would come to the
+            same line.
+    """
+    try:
+        with (
+            refusals_dropped(),
+            random_state_watched(call),
+            settings_restored_on_failure(),
+        ):
+            _Beginning(call).run()
+    except UsesGradients:
+        store.take(call.shown)
+        raise
+    except (Unlike, Exception):
+        pass  # the trace that follows says what is wrong, if anything is
+    store.leave_out(call.shown, "it worked on gradients, and does not begin with that")
+
+
+class _Beginning(Scene):
+    """One call, which ends where it uses a torch function."""
+
+    def __init__(self, call: TracedCall) -> None:
+        super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
+        self.state = state_fakes(call, self.mode)
+        self.inputs = input_fakes(call, self.mode, frozenset())
+
+    def run(self) -> None:
+        """Run the call.
+
+        Raises:
+            UsesGradients: it works on gradients.
+            Unlike: it uses a torch function.
+        """
+        attention = attention_compared(self.call.shown)
+        with self.fakes_in_place(compares=True), attention, disable_autocast_cache():
+            rerun = Rerun((), lambda _: None)
+            with _NoOperators(), FunctionGuard(self.call.shown, rerun.run):
+                args, kwargs = self.call.signature.fill(self.inputs)
+                call_user(self.call.function, *args, **kwargs)
+            raise Unlike
+
+
 class _AlikeCall(Scene):
     """One call, which runs on the fakes of another call's trace."""
 
@@ -232,7 +299,7 @@ class _AlikeCall(Scene):
         Raises:
             Unlike: the call is not like the traced one. Any other error means the same.
         """
-        attention = attention_traced(self.call.shown)
+        attention = attention_compared(self.call.shown)
         with self.fakes_in_place(compares=True), attention, disable_autocast_cache():
             rebinds = self._go_along(wanted)
         if self.initial:

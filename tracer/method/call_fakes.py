@@ -79,13 +79,13 @@ def _fake_input(
             "mark the method with @cg.opaque, so that it is called as it is",
             call.loc,
         )
-    with mode:
-        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=call.device)
-        if not (leaf.requires_grad or is_differentiated):
-            return fake
-        # Like the output of another call, it must not be a leaf of autograd.
-        with torch.enable_grad():
-            return fake.requires_grad_(True).clone()
+    plain = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(mode, plain, call.device)
+    if not (leaf.requires_grad or is_differentiated):
+        return fake
+    # Like the output of another call, it must not be a leaf of autograd.
+    with mode, torch.enable_grad():
+        return fake.requires_grad_(True).clone()
 
 
 def is_plain(state: StateTensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils._device import DeviceContext
@@ -55,7 +56,7 @@ def trace_function(
 
     for text in store.read(key):
         try:
-            joint = read_joint(text, call, wanted, again)
+            joint = read_joint(text, call, wanted, again, partial(store.mend, call.shown))
         except Damaged as error:
             store.leave_out(call.shown, f"damaged: {error}")
             continue

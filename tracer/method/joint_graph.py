@@ -92,10 +92,12 @@ class Kept:
     Attributes:
         pieces: the JSON of the pieces that it was cut into, with their code.
         line_of: gives the line of today for one of its lines; None: there is none.
+        mend: is told why something of it is made anew.
     """
 
     pieces: Lazy[Json]
     line_of: Lines
+    mend: Callable[[str], None]
 
 
 @dataclass(frozen=True)

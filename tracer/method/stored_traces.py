@@ -40,8 +40,15 @@ class TraceStore(Protocol):
     def take(self, call: str) -> None:
         """Say that a call has the trace of an earlier start."""
 
+    def mend(self, call: str, reason: str) -> None:
+        """Say why a part of a trace that a call has is made anew."""
+
     def leave_out(self, call: str, reason: str) -> None:
         """Say why a call is not kept, or why kept traces do not serve it."""
+
+
+USES_GRADIENTS = "it works on gradients"
+"""The text that is kept for a call that works on gradients before it uses a torch function."""
 
 
 def trace_key(call: TracedCall, wanted: Wanted | None, outline: Hashable | None) -> str:
@@ -122,7 +129,11 @@ def _nodes_json(nodes: JointNodes) -> Json:
 
 
 def read_joint(
-    text: str, call: TracedCall, wanted: Wanted | None, trace: Callable[[Damaged], Joint]
+    text: str,
+    call: TracedCall,
+    wanted: Wanted | None,
+    trace: Callable[[Damaged], Joint],
+    mend: Callable[[str], None],
 ) -> Joint:
     """The trace of a text, as if `call` had been traced; it has yet to be compared with the call.
 
@@ -131,6 +142,7 @@ def read_joint(
         call: the call.
         wanted: the derivative that is wanted, if any.
         trace: traces the call, if the graph is damaged.
+        mend: is told why another part is made anew.
 
     Raises:
         Damaged: the text is not one that `joint_text` gives.
@@ -147,7 +159,7 @@ def read_joint(
                 return trace(Damaged(f"a graph: {error}")).nodes.value
 
         functions = _read_functions(content["log"], call, wanted)
-        kept = Kept(Lazy(lambda: json.loads(pieces)), lambda line: line)
+        kept = Kept(Lazy(lambda: json.loads(pieces)), lambda line: line, mend)
         return _joint_of(content, call, functions, Lazy(nodes), kept)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise Damaged(f"a trace: {error}") from error
@@ -155,9 +167,11 @@ def read_joint(
 
 def _read_functions(log: Json, call: TracedCall, wanted: Wanted | None) -> FunctionLog:
     mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
+    if log is None:
+        return FunctionLog(mode, (), ())  # no call is compared with it
     differentiated = frozenset() if wanted is None else frozenset(wanted.inputs)
     state, inputs = state_fakes(call, mode), input_fakes(call, mode, differentiated)
-    return FunctionLog(mode, state, inputs) if log is None else read_log(log, mode, state, inputs)
+    return read_log(log, mode, state, inputs)
 
 
 def _joint_of(

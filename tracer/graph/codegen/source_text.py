@@ -68,6 +68,7 @@ def _value_json(source: GeneratedSource, name: str, value: Any) -> Json:
 def read_source(
     json: Json | None,
     line_of: Lines,
+    mend: Callable[[str], None],
     write: Callable[[frozenset[str]], GeneratedSource],
 ) -> GeneratedSource | None:
     """The source of a JSON; None if there is none, or it is damaged.
@@ -75,17 +76,20 @@ def read_source(
     Args:
         json: what `source_json` has given.
         line_of: gives the line of today for each of its lines.
+        mend: is told how it is damaged.
         write: writes the source to run when strides have been compared.
     """
     try:
-        return None if json is None else _source_of(json, line_of, write)
-    except (Damaged, TypeError, ValueError, KeyError, IndexError, SyntaxError):
+        return None if json is None else _source_of(json, line_of, mend, write)
+    except (Damaged, TypeError, ValueError, KeyError, IndexError, SyntaxError) as error:
+        mend(f"the code of a body is damaged: {error}")
         return None
 
 
 def _source_of(
     json: Json,
     line_of: Lines,
+    mend: Callable[[str], None],
     write: Callable[[frozenset[str]], GeneratedSource],
 ) -> GeneratedSource:
     text = str(json["text"])
@@ -109,7 +113,7 @@ def _source_of(
         later = {frozenset(names): inner for names, inner in json["settled"]}
 
         def settle(names: frozenset[str]) -> GeneratedSource:
-            source = read_source(later.get(names), line_of, write)
+            source = read_source(later.get(names), line_of, mend, write)
             return write(names) if source is None else source
 
         settled = SettledSources(settle)

@@ -59,6 +59,8 @@ class FlexAttention(OfGraph):
 
 FLEX = FlexAttention()
 
+FLEX_MODULE = "torch.nn.attention.flex_attention"
+
 
 @contextmanager
 def flex_attention_traced(shown: str) -> Iterator[None]:
@@ -68,7 +70,7 @@ def flex_attention_traced(shown: str) -> Iterator[None]:
         shown: the traced call in words.
     """
     # Imported here, since TorchDynamo comes with it, and sympy.
-    names: dict[str, Any] = vars(importlib.import_module("torch.nn.attention.flex_attention"))
+    names: dict[str, Any] = vars(importlib.import_module(FLEX_MODULE))
 
     def attention(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         return attend(shown, *operands)

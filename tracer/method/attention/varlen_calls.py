@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,16 @@ import torch
 from torch import Tensor
 
 from ...error_translation import refusal_here
-from .flex_calls import attend, flex_attention_traced
+from ..purity.function_log import Unlike
+from .flex_calls import FLEX_MODULE, attend, flex_attention_traced
 from .flex_operators import ONE_BLOCK
 
 _STATIC = (
     "give a Python number that no document exceeds, such as the number of tokens; and to cu_seq_q "
     "and cu_seq_k as many borders as there can be: further ones repeat the last"
 )
+
+_VARLEN_MODULE = "torch.nn.attention.varlen"
 
 
 @contextmanager
@@ -39,9 +43,28 @@ def attention_traced(shown: str) -> Iterator[None]:
 
 
 @contextmanager
+def attention_compared(shown: str) -> Iterator[None]:
+    """Do as `attention_traced` for a call that is compared with a trace of an earlier start.
+
+    A module that is not loaded has functions that nobody can call, so it is not loaded for that.
+
+    Raises:
+        Unlike: the call has loaded one.
+    """
+    absent = [name for name in _TRACED if name not in sys.modules]
+    with ExitStack() as stack:
+        for name, traced in _TRACED.items():
+            if name not in absent:
+                stack.enter_context(traced(shown))
+        yield
+    if any(name in sys.modules for name in absent):
+        raise Unlike
+
+
+@contextmanager
 def _varlen_attention_traced(shown: str) -> Iterator[None]:
     # Imported here, since TorchDynamo comes with it, and sympy.
-    names: dict[str, Any] = vars(importlib.import_module("torch.nn.attention.varlen"))
+    names: dict[str, Any] = vars(importlib.import_module(_VARLEN_MODULE))
     kernels = torch.ops.torch_attn
 
     def attention(query: Tensor, *others: Any) -> Any:
@@ -63,6 +86,9 @@ def _varlen_attention_traced(shown: str) -> Iterator[None]:
         yield
     finally:
         names["torch"] = before
+
+
+_TRACED = {FLEX_MODULE: flex_attention_traced, _VARLEN_MODULE: _varlen_attention_traced}
 
 
 def _traced(

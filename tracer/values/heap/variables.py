@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
+from itertools import compress
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -112,7 +113,7 @@ def is_users(module: ModuleType) -> bool:
 
 
 class _SearchedModules:
-    """The user's modules, searched anew when modules have come or gone.
+    """The user's modules, searched anew where modules have come or gone.
 
     A process that has imported torch has thousands of modules. Looking up the file of each in every
     trace takes a tenth of the time of tracing.
@@ -121,19 +122,24 @@ class _SearchedModules:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._all: list[ModuleType] = []
-        self._users: list[ModuleType] = []
+        self._users: list[bool] = []
 
     def __call__(self) -> list[ModuleType]:
         """The modules that are the user's own, and that whose name is `__main__`."""
         names, values = list(sys.modules), list(sys.modules.values())
         if names != self._names or not all(map(is_, values, self._all)):
-            self._users = [
-                module
-                for name, module in zip(names, values, strict=True)
-                if isinstance(module, ModuleType) and (name == "__main__" or is_users(module))
-            ]
-            self._names, self._all = names, values
-        return self._users
+            known = dict(zip(self._names, zip(self._all, self._users, strict=True), strict=True))
+            users: list[bool] = []
+            for name, module in zip(names, values, strict=True):
+                before, is_own = known.get(name, (None, False))
+                is_new = before is not module
+                users.append(_is_users_or_main(name, module) if is_new else is_own)
+            self._names, self._all, self._users = names, values, users
+        return list(compress(self._all, self._users))
+
+
+def _is_users_or_main(name: str, module: ModuleType) -> bool:
+    return isinstance(module, ModuleType) and (name == "__main__" or is_users(module))
 
 
 users_modules = _SearchedModules()
