@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             return _as_compiled(compile_(wrapper(graph, _as_given), inputs, options), inputs)
 
         try:
-            with torch.no_grad(), _random_kept(examples):
+            with torch.no_grad(), _on_devices(examples):
                 return compile_in_parts(module, fakes, mode, whole)
         except Exception as error:
             if any(isinstance(cause, missing) for cause in _causes(error)):
@@ -155,10 +155,14 @@ def _with_strides(tensor: Tensor, target_strides: tuple[int, ...]) -> Tensor:
 
 
 @contextmanager
-def _random_kept(examples: Sequence[Tensor]) -> Iterator[None]:
-    """Restore random generators after the `with` block, since compilers try kernels out."""
+def _on_devices(examples: Sequence[Tensor]) -> Iterator[None]:
+    """Let a compiler try kernels out: on the examples' device, which a new thread has not yet.
+
+    Random generators are restored after the `with` block.
+    """
     devices = sorted({x.device.index or 0 for x in examples if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
+    on_device = torch.cuda.device(devices[0]) if devices else nullcontext()
+    with on_device, torch.random.fork_rng(devices):
         yield
 
 

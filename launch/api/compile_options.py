@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
 from ...ir.pipeline.costs import Costs, Link
 from ...ir.text.stored_plan import StoredPlan
+from ...passes.base import Pipeline
+from ...passes.manager.pipelines import default_pipeline
 from ...passes.manager.registry import Switches, parse_switches
 from ...passes.memory.memory_limit import MemoryLimit
 from ...passes.memory.offload import Offload
@@ -144,6 +147,25 @@ class CompileOptions:
         known = self.costs or costs_of(self.schedule) or Costs()
         link = known.host if self.host_link is None else self.host_link
         return Costs(functions=known.functions, host=link)
+
+    def pipeline_of(self, fabrics: Fabrics | None, is_driven: bool) -> Callable[..., Pipeline]:
+        """The passes for a schedule.
+
+        Args:
+            fabrics: what joins devices; None if there are none.
+            is_driven: whether one rank starts executions.
+        """
+        return partial(
+            default_pipeline,
+            switches=self.switches,
+            fabrics=fabrics,
+            in_flight=self.in_flight if is_driven else 0,
+            fuse=self.fuse,
+            prefetch=1 if self.fsdp is None else self.fsdp.prefetch,
+            dispatch=self.dispatch,
+            tasks_in_flight=self.tasks_at_first,
+            offload=Offload(costs=self.host_costs),
+        )
 
     def hosts(self, fabrics: Fabrics | None, is_driven: bool) -> HostMemory:
         """The memory of hosts that tensors may move to; none in a step that one rank drives."""

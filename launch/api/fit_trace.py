@@ -35,6 +35,9 @@ from .select_schedule import (
     with_options,
 )
 
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a step."""
+
 
 @dataclass(frozen=True)
 class Again:

@@ -91,6 +91,16 @@ class Fusing:
             raise FuseError(troubles[0])
         return fused
 
+    def make(self, module: Module, world: World) -> None:
+        """Compile the bodies of a scheduled module that ask for it; `apply` then has them.
+
+        Raises:
+            FuseError: what their compiler needs is missing.
+        """
+        for function in _called(module, world):
+            if function.fuse is not None:
+                self._compiled(function.body_name, function.fuse)
+
     def _apply(self, module: Module, world: World) -> Fused:
         bodies, reasons = self._plain(module, world), {}
         for function in _called(module, world):

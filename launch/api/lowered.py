@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from ...backends.base import World
 from ...ir.phases import Phase
@@ -16,8 +16,7 @@ from ...ir.pipeline.costs import Costs, Link
 from ...ir.text.printer import format_module
 from ...passes.base import Pipeline
 from ...passes.lower.fuse import Fuse
-from ...passes.manager.pipelines import default_pipeline, run_to
-from ...passes.memory.offload import Offload
+from ...passes.manager.pipelines import run_to
 from ...passes.placement.choose_dispatch import Dispatch
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
@@ -35,7 +34,7 @@ from ..world.world import check_late_settings
 from .compile_options import CompileOptions
 from .compiled import Compiled
 from .compiled_programs import PlanFacts, make_variant
-from .fit_trace import Again, FittedTrace, fit_trace, narrowed_trace
+from .fit_trace import Again, Example, FittedTrace, fit_trace, narrowed_trace
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .parameter_names import check_keywords
@@ -44,6 +43,7 @@ from .select_schedule import (
     choose_remat,
     costs_of,
     refuse_two_limits,
+    run_passes,
     wants_costs,
     wants_memory,
     wants_remat,
@@ -53,10 +53,6 @@ from .select_schedule import (
 )
 
 _LOG = logging.getLogger("cg")
-
-
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments of a step."""
 
 
 class Lowered:
@@ -246,6 +242,21 @@ class Lowered:
             fitted = lowered._within_memory(options)
             return lowered._compile(options, self._step.number(), fitted)
 
+    def fuse_ahead(self, fuse: str, *, passes: str = "", max_inflight: int = 8) -> None:
+        """Have a compiler make this rank's kernels, which `compile` with these options then takes.
+
+        It is not collective. A thread may do it while this one executes graphs, and traces none.
+
+        Raises:
+            FuseError, ValueError: as `compile`; or the step has a backward.
+        """
+        if any(trace.module.vjps for trace in self.traces):
+            raise ValueError(f"step {self._step.name} has a backward: compile() alone can fuse it")
+        options = CompileOptions(passes=passes, max_inflight=max_inflight, fuse=fuse)
+        for trace, fusing in zip(self.traces, self._fusing, strict=True):
+            scheduled = run_passes(None, trace.module, self._pipeline_of(options), None)
+            fusing.make(scheduled.module, self._world)
+
     def compile_optimistic(
         self,
         *,
@@ -409,17 +420,7 @@ class Lowered:
 
     def _pipeline_of(self, options: CompileOptions) -> Callable[..., Pipeline]:
         """The passes for a schedule."""
-        return functools.partial(
-            default_pipeline,
-            switches=options.switches,
-            fabrics=fabrics_of(self._world),
-            in_flight=0 if self._driver(options) is None else options.in_flight,
-            fuse=options.fuse,
-            prefetch=1 if options.fsdp is None else options.fsdp.prefetch,
-            dispatch=options.dispatch,
-            tasks_in_flight=options.tasks_at_first,
-            offload=Offload(costs=options.host_costs),
-        )
+        return options.pipeline_of(fabrics_of(self._world), self._driver(options) is not None)
 
     def _compile(
         self,
@@ -427,8 +428,7 @@ class Lowered:
         numbering: Numbering,
         fitted: Sequence[FittedTrace] | None = None,
     ) -> Compiled:
-        if fitted is None:
-            fitted = self._as_traced(options)
+        fitted = self._as_traced(options) if fitted is None else fitted
         traces = [fit.trace for fit in fitted]
         for trace in traces:
             check_transports(trace.module.program)

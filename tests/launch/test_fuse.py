@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -181,6 +182,35 @@ def test_products_are_added_as_soon_as_their_factors_are_there(
     for _ in range(2):
         layer.local.mean(GIVEN).backward()
     assert_close(found, [p.grad for p in layer.local.parameters()])
+
+
+def test_kernels_that_are_made_ahead(as_is: list[torch.fx.GraphModule]) -> None:
+    """The graph has them, and its compilation makes no others."""
+    layer = Gated.on(0)()
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x: Tensor) -> Tensor:
+        result: Tensor = layer.forward(x)
+        return result
+
+    with torch.no_grad():
+        lowered = step.lower(GIVEN)
+        thread = threading.Thread(target=lambda: lowered.fuse_ahead("graph", max_inflight=2))
+        thread.start()
+        thread.join()
+        made = list(as_is)
+        assert len(made) == 1
+        with lowered.compile(fuse="graph", max_inflight=2) as compiled:
+            assert as_is == made
+            assert list(compiled.fused.values()) == [""]
+            assert_close(compiled.execute(GIVEN).result(), layer.local(GIVEN))
+
+
+def test_kernels_of_a_backward_are_not_made_ahead(as_is: list[torch.fx.GraphModule]) -> None:
+    stages = [BatchNormStage.on(rank)(rank) for rank in range(2)]
+    with pytest.raises(ValueError, match="has a backward: compile"):
+        training(stages).fuse_ahead("graph")
+    assert not as_is
 
 
 def test_a_step_is_as_before_without() -> None:

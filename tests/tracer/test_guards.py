@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cg
 from cg.tracer.errors import TraceError
@@ -155,6 +158,35 @@ def test_a_method_of_a_class_that_is_replaced() -> None:
     finally:
         Layer.forward = before  # type: ignore[method-assign]
     assert guard() is None
+
+
+def test_a_trace_of_torch_fx_in_another_thread() -> None:
+    """It wraps `Module.__call__` while it goes on, in which nothing differs; other wrappers do."""
+    guard = trace(Actor(), "forward", X).guard
+    assert guard is not None
+    has_begun, may_end, before = threading.Event(), threading.Event(), nn.Module.__call__
+
+    def held(x: torch.Tensor) -> torch.Tensor:
+        has_begun.set()
+        assert may_end.wait(60)
+        return x + 1
+
+    thread = threading.Thread(target=lambda: make_fx(held)(torch.zeros(1)))
+    thread.start()
+    try:
+        assert has_begun.wait(60)
+        assert nn.Module.__call__ is not before
+        assert guard() is None
+    finally:
+        may_end.set()
+        thread.join()
+    assert nn.Module.__call__ is before
+    assert guard() is None
+    nn.Module.__call__ = functools.wraps(before)(lambda *given: before(*given))  # type: ignore
+    try:
+        assert "'__call__' was <function" in (guard() or "")
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
 
 
 def test_hooks_of_all_modules() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,9 @@ import torch
 
 from ...errors import Verbatim
 from .flat import FlatValues
+
+_FX = "torch.fx._symbolic_trace"
+"""The module whose wrappers are on while torch.fx traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,9 @@ class IdentityNode(GuardNode):
     value: Any
 
     def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
-        if now is self.value or (type(now) is type(self.value) and _equal(self.value, now)):
+        if _traced_by_fx(now) is self.value:
+            return None
+        if type(now) is type(self.value) and _equal(self.value, now):
             return None
         return Difference(path, repr(self.value), now)
 
@@ -174,6 +180,17 @@ def show_value(value: Any) -> str:
         return repr(value)
     except Exception:  # from a `__repr__` of the user's
         return f"an object of class {type(value).__qualname__}"
+
+
+def _traced_by_fx(value: Any) -> Any:
+    """The function that a wrapper of torch.fx calls; any other value as it is.
+
+    While torch.fx traces in one thread, `Module.__call__` is wrapped for all threads. The wrapper
+    of a trace of operators calls what it wraps.
+    """
+    if isinstance(value, FunctionType) and value.__globals__.get("__name__") == _FX:
+        return vars(value).get("__wrapped__", value)
+    return value
 
 
 def _equal(before: Any, after: Any) -> bool:
