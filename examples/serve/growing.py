@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +24,12 @@ Size = TypeVar("Size", bound=Any)
 WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
 SHARE = 0.1
-"""The most of the time of a busy engine that goes to compiling variants that are asked for."""
+"""The most of the time of a busy engine that goes to variants that are asked for."""
+SLICE = 0.2
+"""Seconds after which a slice of making a variant ends, and with it the waiting of requests.
+
+A slice has at least one step: to trace the variant, to bind it, or to run it once on padding.
+"""
 
 
 def warm_ups_on(device: torch.device | None) -> int:
@@ -56,6 +61,8 @@ class GrowingEngine(ABC, Generic[Size]):
         self.in_flight = in_flight
         self._later, self._warm_ups = list(later), warm_ups
         self._serving: dict[Size, Size | None] = {}
+        self._cold: set[Size] = set()  # that are begun, and not to be used yet
+        self._growing: tuple[Size, Iterator[None]] | None = None
         self._rests_until = 0.0
 
     @abstractmethod
@@ -70,6 +77,11 @@ class GrowingEngine(ABC, Generic[Size]):
     def general(self, ideal: Size) -> Size:
         """The size that is compiled where no variant holds work of a size."""
 
+    @property
+    def usable(self) -> list[Size]:
+        """The variants that serve work: those that are compiled, and have run on padding."""
+        return [size for size in self.graphs.compiled if size not in self._cold]
+
     def close(self) -> None:
         """End the executions in flight, then the ranks; idempotent."""
         self.graphs.close()
@@ -79,34 +91,52 @@ class GrowingEngine(ABC, Generic[Size]):
         while self.flying and self.flying[0].done():
             self.flying.popleft()
 
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Have a thread call when `due` may have become true without any work."""
+        self.graphs.when_ready = call
+
     def due(self, idle: bool) -> bool:
         """True if `improve` is to be called as soon as nothing is in flight.
 
-        While there is work, only what was asked for is compiled, in a `SHARE` of the time.
+        While there is work, only what was begun or asked for is made, in a `SHARE` of the time.
+        Nothing is due while kernels are made, which is beside the work.
         """
+        if not self.graphs.is_ready:
+            return False
         if idle:
-            return bool(self.asked or self._later)
-        return bool(self.asked) and monotonic() >= self._rests_until
+            return bool(self._growing or self.asked or self._later)
+        return bool(self._growing or self.asked) and monotonic() >= self._rests_until
 
     def improve(self) -> None:
-        """Compile another variant, with nothing in flight: the one that was asked for most."""
-        size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
-        self.add(size)
-        left = len(self._later)
-        log.info(
-            "%d variants are compiled%s",
-            len(self.graphs.compiled),
-            f", {left} of those that are likely to be asked for are left" if left else "",
-        )
+        """Go on with the variant that is begun, or begin the one that was asked for most.
+
+        Nothing may be in flight. It ends after a slice, in which the variant may not be completed.
+        """
+        began = monotonic()
+        self._end_flying()
+        if self._growing is None:
+            size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
+            log.info("compiling %s", size)
+            self._growing = size, self._steps(size)
+        _, steps = self._growing
+        while self.graphs.is_ready:
+            is_complete = next(steps, True)
+            if is_complete:
+                self._growing = None
+                self._say_number()
+            if is_complete or monotonic() - began > SLICE:
+                break
+        self.rest(monotonic() - began)
 
     def add(self, size: Size) -> None:
         """Compile a variant once all that is in flight has ended, and use it from now on."""
-        while self.flying:
-            self.flying.popleft().exception()
         began = monotonic()
+        self._end_flying()
+        steps = self._steps(size)
+        if self._growing is not None and self._growing[0] == size:
+            (_, steps), self._growing = self._growing, None
         with said(f"compiling {size}"):
-            self.graphs.add(size)
-            self.warm(size)
+            deque(steps, maxlen=0)
         self.rest(monotonic() - began)
 
     def rest(self, seconds: float) -> None:
@@ -114,20 +144,45 @@ class GrowingEngine(ABC, Generic[Size]):
         self._rests_until = monotonic() + seconds * (1 / SHARE - 1)
 
     def warm(self, size: Size) -> None:
-        """Run a variant in each of its contexts, on padding, and use it from now on."""
+        """Run a compiled variant in each of its contexts, on padding, and use it from now on."""
+        deque(self._warming(size), maxlen=0)
+
+    def _steps(self, size: Size) -> Iterator[None]:
+        """Make a variant, and use it from now on; other work may be done between two steps."""
+        self._cold.add(size)
+        while size not in self.graphs.compiled:
+            self.graphs.advance(size)
+            yield
+        yield from self._warming(size)
+
+    def _warming(self, size: Size) -> Iterator[None]:
         for graph, work in zip(self.graphs.compiled[size], self.examples(size), strict=True):
             for _ in range(self._warm_ups):
                 futures = [graph.execute(*work) for _ in range(self.in_flight)]
                 for future in futures:
                     future.result()
+                yield
+        self._cold.discard(size)
         self._serving.clear()
         self.asked.pop(size, None)
         self._later = [other for other in self._later if other != size]
 
+    def _end_flying(self) -> None:
+        while self.flying:
+            self.flying.popleft().exception()
+
+    def _say_number(self) -> None:
+        left = len(self._later)
+        log.info(
+            "%d variants are compiled%s",
+            len(self.usable),
+            f", {left} of those that are likely to be asked for are left" if left else "",
+        )
+
     def variant(self, ideal: Size) -> Any:
         """The cheapest compiled variant that holds work of a size; None if there is none."""
         if ideal not in self._serving:
-            usable = (size for size in self.graphs.compiled if self.may_serve(size, ideal))
+            usable = (size for size in self.usable if self.may_serve(size, ideal))
             self._serving[ideal] = cheapest(usable, ideal)
         size = self._serving[ideal]
         if size is not None and size != ideal:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
@@ -49,6 +51,7 @@ class Growing(Protocol):
 
     def due(self, idle: bool) -> bool: ...
     def improve(self) -> None: ...
+    def when_ready(self, call: Callable[[], None]) -> None: ...
 
 
 class Loop(ABC, Generic[Ticket]):
@@ -142,6 +145,7 @@ class Loop(ABC, Generic[Ticket]):
         self.connected(path)
         self.link.send(Kind.HELLO, wire.pack_hello(self._engine.limits))
         self._quiet_at = monotonic() + QUIET
+        self._engine.when_ready(partial(self._wake_from_thread, asyncio.get_running_loop()))
         self.send_stats()
         if self.features.gc_freeze:
             gc.collect()
@@ -220,8 +224,12 @@ class Loop(ABC, Generic[Ticket]):
         self._lanes[lane].append((ticket, result, now))
         result.when_done(self._wake.set)
 
+    def _wake_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._wake.set)
+
     def _improve(self) -> None:
-        """Let the engine prepare for other work, once what is in flight has ended.
+        """Let the engine prepare for other work for a moment, once what is in flight has ended.
 
         Nothing else is submitted until then, and this process does nothing else meanwhile.
         """

@@ -256,15 +256,21 @@ def later_sizes(limits: Limits, options: Options) -> list[AnySize]:
     """Those of all variants that are compiled although nobody has asked for them yet.
 
     They neither draw nor give log-probabilities, except for chunks that go on, which always draw;
-    and their tables are the shortest.
+    and their tables are the shortest. First come those whose work no other variant serves.
     """
     shortest = widths(limits, options)[0]
-    return [
+    sizes = [
         size
         for size in all_sizes(limits, options)
         if size.how is How.GREEDY or (isinstance(size, PrefillSize) and size.width)
         if size.width <= shortest and size.how not in RARE
     ]
+    known = first_sizes(limits, options)
+    ahead: list[AnySize] = []
+    for size in sizes:
+        if not any(type(one) is type(size) and one.holds(size) for one in (*known, *ahead)):
+            ahead.append(size)
+    return ahead + [size for size in sizes if size not in ahead]
 
 
 def widths(limits: Limits, options: Options) -> tuple[int, ...]:

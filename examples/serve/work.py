@@ -158,6 +158,9 @@ class Engine(Protocol):
         """True if `improve` is to be called as soon as nothing is in flight."""
 
     def improve(self) -> None:
-        """Prepare for work that is to come; nothing may be in flight."""
+        """Prepare a little for work that is to come; nothing may be in flight."""
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Have any thread call when `due` may have become true without any work."""
 
     def close(self) -> None: ...

@@ -4,17 +4,23 @@ mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP [CP]]]
 mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP [CP]]]
 
 Stages that are cut over ranks take one group of requests, so that less is traced; on hosts these
-are greedy. Others begin with two variants, and compile more between requests.
+are greedy. Others begin with two variants, and make more between requests, on hosts with a compiler
+that leaves graphs as they are, so that each rank has a thread that compiles.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import cg
 from cg.backends.devices.programs.instance import DeviceOnlyInstance
+from cg.backends.fusion import fuse
 from cg.launch.world import world as worlds
 from examples.serve.engine import CgEngine, start
 from examples.serve.requests import Sampling
@@ -29,6 +35,9 @@ def main() -> None:
     has_device = worlds.world().device is not None
     is_shared = tp * cp > 1
     options = replace(GREEDY, tp=tp, cp=cp, draws=has_device) if is_shared else FEW
+    fuse.FUSERS["graph"] = lambda: as_is
+    if not (is_shared or has_device):
+        options = replace(options, fuse="graph")
     engine = start(folder, replace(options, late=not is_shared))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
@@ -39,8 +48,7 @@ def main() -> None:
     driver = Driver(engine, Habits(seed=5, preempting=0.03, cancelling=0.01))
     for number in range(4):  # between them, variants are compiled that they have asked for
         driver.run(requests[number::4])
-        while engine.due(idle=True):
-            engine.improve()
+        improve(engine)
     if has_device:
         say_how_devices_run(engine)
     engine.close()
@@ -51,6 +59,23 @@ def main() -> None:
         f"{driver.hits} shared blocks, {driver.preempted} preemptions",
         flush=True,
     )
+
+
+def as_is(module: torch.fx.GraphModule, examples: Any) -> Any:
+    """A compiler that leaves graphs as they are."""
+    return lambda values: module(*values)
+
+
+def improve(engine: CgEngine) -> None:
+    """Make all variants that are due."""
+    is_ready = threading.Event()
+    engine.when_ready(is_ready.set)
+    while not engine.graphs.is_ready or engine.due(idle=True):
+        if engine.graphs.is_ready:
+            is_ready.clear()
+            engine.improve()
+        else:
+            is_ready.wait()
 
 
 def say_how_devices_run(engine: CgEngine) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.masking_utils import causal_mask_function
 
 import cg
+from cg.backends.fusion import fuse
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from examples.serve import projections
+from examples.serve import growing, projections
 from examples.serve.attention import PagedCache, attend
 from examples.serve.engine import CgEngine, start
 from examples.serve.gpt import GptConfig
@@ -303,7 +306,7 @@ def test_tokens_are_those_of_generate_while_variants_are_compiled(folders: dict[
         while engine.due(idle=True) or not counts:
             if counts:
                 engine.improve()
-            counts.append(len(engine.graphs.compiled))
+            counts.append(len(engine.usable))
             new = greedy(3, len(counts), engine.limits)
             Driver(engine, Habits(seed=len(counts), preempting=0.05)).run(new)
             requests += new
@@ -311,7 +314,7 @@ def test_tokens_are_those_of_generate_while_variants_are_compiled(folders: dict[
         assert not left
         assert not engine.due(idle=False)
     assert counts[0] == 2
-    assert counts == sorted(set(counts))
+    assert counts == sorted(counts)
     for each in requests:
         assert each.out == generate(model, each.prompt, 12)
 
@@ -342,9 +345,58 @@ def test_what_no_variant_holds_is_compiled_at_once(folders: dict[int, Path]) -> 
         assert not engine.due(idle=False)
         assert engine.due(idle=True)
         asked = engine.asked.most_common(1)[0][0]
-        engine.improve()
-        assert asked in engine.graphs.compiled
+        while asked not in engine.usable:
+            engine.improve()
         assert asked not in engine.asked
+
+
+BLOCKS = (1, 2, 3)
+
+
+def test_steps_are_taken_while_kernels_are_made(
+    folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler in a thread has put its own in place of `Module.__call__` all the while."""
+    may_end, has_begun, is_ready = (threading.Event() for _ in range(3))
+
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        def hold(x: torch.Tensor) -> torch.Tensor:
+            has_begun.set()
+            assert may_end.wait(300)
+            return x + 1
+
+        if threading.current_thread() is not threading.main_thread():
+            make_fx(hold)(torch.zeros(1))
+        return lambda values: module(*values)
+
+    monkeypatch.setitem(fuse.FUSERS, "held", lambda: compiler)
+    monkeypatch.setattr(growing, "SLICE", 0.0)
+    options = replace(GREEDY, batches=(2, 4), chunks=(8, 32), late=True, fuse="held")
+
+    def drawn(count: int) -> list[int]:
+        result = engine.submit(prefill_of((1, 7), 0, BLOCKS, True, Sampling())).result()
+        for position in range(2, 1 + count):
+            row = Row(result[-1], position, 0, BLOCKS, Sampling())
+            result += engine.submit(decode_of(0, [row])).result()
+        return result
+
+    with serving(folders[1], 1, options) as engine:
+        engine.when_ready(is_ready.set)
+        first = engine.usable
+        engine.improve()  # a slice that traces a variant
+        assert has_begun.wait(300)
+        assert not engine.due(idle=True)
+        found = [drawn(8)]
+        assert (engine.usable, is_ready.is_set()) == (first, False)
+        may_end.set()
+        assert is_ready.wait(300)
+        assert engine.due(idle=True)
+        engine.improve()  # one that binds it
+        assert engine.usable == first
+        while engine.usable == first:
+            engine.improve()  # that run it on padding
+        found.append(drawn(8))
+    assert found == [generate(load_qwen2(folders[1]), (1, 7), 8)] * 2
 
 
 def test_guards_in_the_graph(folder: Path, model: Any) -> None:

@@ -150,9 +150,14 @@ class FakeEngine:
         self.works = 0
         self.to_improve = self.urgent = 0
         self.before: Callable[[], None] = lambda: None
+        self.is_ready = True
+        self.ready: Callable[[], None] = lambda: None
 
     def due(self, idle: bool) -> bool:
-        return self.urgent > 0 or (idle and self.to_improve > 0)
+        return self.is_ready and (self.urgent > 0 or (idle and self.to_improve > 0))
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        self.ready = call
 
     def improve(self) -> None:
         assert not self.queue, "improved with work in flight"

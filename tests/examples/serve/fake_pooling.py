@@ -80,6 +80,9 @@ class FakePoolingEngine:
     def improve(self) -> None:
         raise AssertionError("nothing to improve")
 
+    def when_ready(self, call: Callable[[], None]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

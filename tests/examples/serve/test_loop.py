@@ -342,6 +342,29 @@ def test_a_busy_engine_is_improved_between_executions(tmp_path: Path) -> None:
     run(tmp_path, story)
 
 
+def test_an_engine_wakes_the_loop_when_kernels_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for anything then. Requests are served until then, and behind it."""
+    monkeypatch.setattr(loops, "QUIET", 0.0)
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        engine = loop.engine
+        assert isinstance(engine, FakeEngine)
+        engine.is_ready, engine.to_improve = False, 1
+        front.add(Request(1, (1,), 3))
+        await front.until(lambda: len(front.ends) == 1)
+        assert engine.to_improve == 1
+        engine.is_ready = True
+        await asyncio.to_thread(engine.ready)
+        while engine.to_improve:
+            await asyncio.sleep(0)
+        front.add(Request(2, (2,), 3))
+        await front.until(lambda: len(front.ends) == 2)
+
+    run(tmp_path, story)
+
+
 def test_an_engine_that_cannot_be_improved_ends_the_loop(tmp_path: Path) -> None:
     async def story(front: Front, loop: EngineLoop) -> None:
         assert isinstance(loop.engine, FakeEngine)

@@ -89,6 +89,12 @@ def test_what_nobody_has_asked_for_is_greedy_and_short() -> None:
     assert all(size.width <= 4 and not size.how & ~How.DRAWN for size in later)
 
 
+def test_what_no_other_serves_comes_first() -> None:
+    """A chunk that goes on with its prompt, and several that begin theirs."""
+    ahead = [PrefillSize(4, 32, 0, How.GREEDY), PrefillSize(1, 32, 4, How.DRAWN)]
+    assert later_sizes(LIMITS, OPTIONS)[:2] == ahead
+
+
 def test_no_variant_is_listed_twice() -> None:
     assert len(set(ALL)) == len(ALL)
 
