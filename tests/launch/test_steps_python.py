@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cg
 from cg.ir.text.diagnostics import IRError
@@ -250,6 +252,59 @@ def test_autocast_around_every_call_is_refused(stage: Any) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match=message):
             call(X)
         assert torch.equal(call(X), expected)
+
+
+class DoublingFunctions(TorchFunctionMode):
+    """Doubles what linear layers give."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.nn.functional.linear else result
+
+
+class DoublingOperators(TorchDispatchMode):
+    """Doubles what is added up by linear layers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.addmm.default else result
+
+
+def test_a_mode_of_functions_around_every_call_is_refused(stage: Any) -> None:
+    @cg.trace
+    def step(x: Any) -> Any:
+        return stage.forward(x)
+
+    expected = step(X)
+    compiled = step.lower(X).compile()
+    for call in (step, compiled):
+        with DoublingFunctions(), pytest.raises(InputError, match="under the mode Doubling"):
+            call(X)
+        assert torch.equal(call(X), expected)
+
+
+@pytest.mark.parametrize("mode", [DoublingFunctions, DoublingOperators])
+def test_a_step_is_not_traced_under_a_mode(stage: Any, mode: Any) -> None:
+    """It would be in the graph, of which another start could take it without the mode."""
+
+    def method(x: Any) -> Any:
+        return stage.forward(x)
+
+    def function(x: Any) -> Any:
+        return torch.nn.functional.linear(x, x)
+
+    def inside(x: Any) -> Any:
+        with mode():
+            return stage.forward(x)
+
+    for step in (method, function):
+        with mode():
+            assert f"is called under the mode {mode.__name__}" in refused(step, X).reason
+    assert f"is called under the mode {mode.__name__}" in refused(inside, X).reason
 
 
 def test_the_default_dtype_is_part_of_the_signature(stage: Any) -> None:

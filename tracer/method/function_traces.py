@@ -10,9 +10,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from torch.utils._device import DeviceContext
-
 from ..torch_settings import settings_now
 from ..values.interface import TracedCall
 from .joint import Wanted
@@ -22,8 +19,6 @@ from .stored.function_names import name_of
 from .stored.plain_text import Damaged, Json, NotStorable, encoded
 from .stored_traces import TraceStore, joint_text, leaf_json, read_joint
 from .twice import settled
-
-_PACKAGE = __name__.partition(".")[0]
 
 
 def trace_function(
@@ -72,14 +67,8 @@ def _key(call: TracedCall, wanted: Wanted | None) -> str:
 
     Raises:
         NotStorable: no other process could have the same key.
-        Unlike: modes or hooks of the user are on.
+        Unlike: dispatch modes or hooks of the user are on.
     """
-    stack = torch._C
-    modes = map(stack._get_function_stack_at, range(stack._len_torch_function_stack()))
-    for mode in modes:
-        is_own = type(mode).__module__.partition(".")[0] == _PACKAGE
-        if not is_own and type(mode) is not DeviceContext:
-            raise Unlike
     torch_settings(0)
     parts = [
         name_of(call.function),

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ....ir.types import Place
 from ...errors import shorten
 from ...method.guards.tensors_alike import check_of, never
-from ...torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_dtype, is_autocast_on
+from ...torch_modes import NO_REACH, default_dtype, entered_mode
 from ...values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, show_type, static_key
 from ...values.values import NotAValue, ObjectMarker
 
@@ -68,10 +68,10 @@ class InputSpec:
 
         Raises:
             InputError: an argument is missing, or the step was not traced for it; a tensor is not
-                dense, or is on a device that the step does not take it from; autocast is on; or
-                the default dtype has changed since the trace.
+                dense, or is on a device that the step does not take it from; autocast or a mode
+                of the user's is on; or the default dtype has changed since the trace.
         """
-        if self.dtype is not None and (is_autocast_on() or default_dtype() is not self.dtype):
+        if self.dtype is not None and (entered_mode() or default_dtype() is not self.dtype):
             raise self._other_modes()
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
@@ -104,10 +104,10 @@ class InputSpec:
         return values
 
     def _other_modes(self) -> InputError:
-        if is_autocast_on():
-            return InputError(
-                f"{self.step}() is called under torch.autocast, {AUTOCAST}; {AUTOCAST_REMEDY}"
-            )
+        mode = entered_mode()
+        if mode is not None:
+            name, remedy = mode
+            return InputError(f"{self.step}() is called under {name}, {NO_REACH}; {remedy}")
         return InputError(
             f"{self.step}() was traced under the default dtype {self.dtype}, which is "
             f"{default_dtype()} now; set it as it was, or lower the step again"
