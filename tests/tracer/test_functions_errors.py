@@ -31,6 +31,21 @@ LEAKED: list[Any] = []
 GENERATOR = torch.Generator()
 
 
+class Scaled(torch.Tensor):
+    """A tensor whose products with inputs are doubled."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result * 2 if func is torch.nn.functional.linear else result
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class without functions of its own."""
+
+
 class Holder:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -321,3 +336,18 @@ def test_functions_of_the_step() -> None:
     saved = vjp.first.only_body(torch.ones(3))[1:]
     assert saved == ()
     assert vjp.second.only_body(torch.ones(3))[0].tolist() == [3, 3, 3]
+
+
+def test_tensors_with_functions_of_their_own_are_refused() -> None:
+    """A fake has none of these functions."""
+    actor, x = Actor(), torch.ones(2, 3)
+    weight = actor.linear.weight.detach()
+    expected = actor.linear(x)
+    actor.linear.weight = nn.Parameter(weight.as_subclass(Scaled))
+    assert not torch.equal(actor.linear(x).as_subclass(torch.Tensor), expected)
+    with pytest.raises(TraceError, match="'weight' is a Scaled, a class of tensors") as error:
+        trace(actor.linear, "forward", x)
+    assert "keep it as a plain tensor" in str(error.value.remedy)
+    trace(nn.Linear(3, 3), "forward", x)
+    actor.linear.weight = nn.Parameter(weight.as_subclass(Marked))
+    trace(actor.linear, "forward", x)

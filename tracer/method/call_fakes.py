@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..values.actor_state import StateTensor
 from ..values.interface import TracedCall
@@ -14,7 +16,19 @@ from ..values.specs import ObjectSpec, TensorSpec
 
 
 def state_fakes(call: TracedCall, mode: FakeTensorMode) -> list[torch.Tensor]:
-    """A fake for each tensor of the state, in order."""
+    """A fake for each tensor of the state, in order.
+
+    Raises:
+        TraceError: the class of a tensor has functions of its own, which a fake has not.
+    """
+    for tensor in call.state.tensors:
+        if _has_functions(tensor.tensor):
+            raise call.refusal(
+                f"'{tensor.path}' is a {type(tensor.tensor).__qualname__}, a class of tensors that "
+                "computes torch functions in its own way, and a graph has those of plain tensors",
+                "keep it as a plain tensor, and do in the method what its functions do; or, where "
+                "no gradient flows through the method, mark it with @cg.opaque",
+            )
     memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
     return [
         _plain_fake(tensor.tensor, tensor.device, mode)
@@ -41,6 +55,19 @@ def input_fakes(
         _fake_input(call, mode, index in differentiated, leaf, name)
         for index, (leaf, name) in enumerate(call.values())
     ]
+
+
+def _has_functions(tensor: torch.Tensor) -> bool:
+    """True if the class of a tensor computes functions or operators in a way that a fake loses."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return False
+    own = (torch.Tensor, torch.nn.Parameter)
+    function = inspect.getattr_static(kind, "__torch_function__")
+    if all(function is not inspect.getattr_static(cls, "__torch_function__") for cls in own):
+        return True
+    is_known = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return not is_known and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _plain_fake(real: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
