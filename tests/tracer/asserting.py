@@ -33,8 +33,29 @@ class Asserting(nn.Module):
         )
         return x * self.scale
 
+    def called(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.isfinite(x).all()
+        return x * self.scale
+
+    def named(self, x: torch.Tensor) -> torch.Tensor:
+        small = (x < 6).all()
+        assert small, "there are large numbers"
+        return x * self.scale
+
+    def chained(self, x: torch.Tensor) -> torch.Tensor:
+        assert (x < 6).all() and -1 < x.min() < 9 and not self.training is None  # noqa: E714, PT018
+        return x * self.scale
+
     def either(self, x: torch.Tensor) -> torch.Tensor:
         assert x.max().item() <= 5 or x.min().item() < 0
+        return x
+
+    def less_or(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.max() < 9 and ((x > 9).any() or (x < 9).any())  # noqa: PT018
+        return x
+
+    def less_not(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.max() < 9 and not (x > 9).any()  # noqa: PT018
         return x
 
     def negated(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,10 @@ X = torch.arange(6.0).view(2, 3)
     [
         ("number", X + 1, "assert x.max().item() <= 5"),
         ("precise", X + 0.1, "assert 0.1 > x[0, 0].item()"),
+        ("called", X / 0, "assert torch.isfinite(x).all()"),
+        ("named", X + 1, "assert small"),
+        ("chained", X + 1, "assert (x < 6).all()"),
+        ("chained", X - 2, "-1 < x.min() < 9"),
         ("counted", X + 1, "count.item() == 3"),
         ("counted", torch.tensor([[3.0, 3, 9], [0, 0, 0]]), "(x < 9).all()"),
         ("counted", torch.tensor([[3.0, 3, 3], [0, 0, -1]]), "x.min().item() > -1"),
@@ -40,7 +44,11 @@ def test_checked_when_it_runs(method: str, wrong: torch.Tensor, line: str, grad:
 
 
 @pytest.mark.parametrize(
-    "method", ["either", "negated", "chosen", "listed", "computed", "bare", "asked", "behind"]
+    "method",
+    [
+        *("either", "negated", "less_or", "less_not", "chosen", "listed", "computed", "bare"),
+        *("asked", "behind"),
+    ],
 )
 def test_what_is_not_a_plain_assertion_is_refused(method: str) -> None:
     getattr(Asserting(), method)(X)

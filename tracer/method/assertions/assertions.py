@@ -13,7 +13,7 @@ import functools
 import linecache
 import operator
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -74,7 +74,8 @@ def asserted(
 ) -> AssertedNumber | bool | None:
     """The answer to a call that needs the value of a tensor; None if it is in no assertion.
 
-    An assertion counts if it is a comparison, or another tensor, or several of them with `and`.
+    A number counts in a comparison that an assertion makes, by itself or with others by `and`. What
+    Python asks a tensor counts if an assertion fails where it is false.
 
     Args:
         function: `Tensor.item` or `Tensor.__bool__`, or any other.
@@ -103,39 +104,61 @@ def _is_in_assertion(frame: FrameType, decides: bool) -> bool:
         decides: whether it asks if a condition holds, and not for a side.
     """
     code, at = frame.f_code, frame.f_lasti
-    name = dis.opname[code.co_code[at]]
-    if decides and not (name == "TO_BOOL" or "JUMP" in name):
-        return False  # a function asks, as `any` does
-    places = _places("".join(linecache.getlines(code.co_filename)))[0 if decides else 1]
+    if decides:
+        return at in _deciding(code)
+    places = _sides("".join(linecache.getlines(code.co_filename)))
     return list(code.co_positions())[at // 2] in places
 
 
+_IDLE = ("NOP", "CACHE", "EXTENDED_ARG", "POP_TOP", "NOT_TAKEN")
+"""Instructions on the way from a jump to what fails; of a chained comparison a value is dropped."""
+
+
+@functools.lru_cache(maxsize=256)
+def _deciding(code: CodeType) -> frozenset[int]:
+    """The offsets of instructions that ask a value, and fail an `assert` where it is false."""
+    rows = list(dis.get_instructions(code))
+    index = {row.offset: i for i, row in enumerate(rows)}
+
+    def fails(i: int) -> bool:
+        """True if Python raises the `AssertionError` of an `assert` from an instruction on."""
+        while i < len(rows) and (rows[i].opname in _IDLE or rows[i].opname == "JUMP_FORWARD"):
+            i = index[rows[i].argval] if rows[i].opname == "JUMP_FORWARD" else i + 1
+        return i < len(rows) and rows[i].opname == "LOAD_ASSERTION_ERROR"
+
+    offsets = set()
+    for i, row in enumerate(rows):
+        if "POP_JUMP" not in row.opname or not row.opname.endswith(("IF_TRUE", "IF_FALSE")):
+            continue
+        if fails(index[row.argval] if row.opname.endswith("IF_FALSE") else i + 1):
+            before = rows[i - 1]
+            offsets |= {row.offset, before.offset} if before.opname == "TO_BOOL" else {row.offset}
+    return frozenset(offsets)
+
+
 @functools.lru_cache(maxsize=64)
-def _places(text: str) -> tuple[frozenset[_Position], frozenset[_Position]]:
-    """The places of the conditions of `assert`s in a file, and of what they compare."""
+def _sides(text: str) -> frozenset[_Position]:
+    """The places of what the `assert`s in a file compare."""
     try:
         tree = ast.parse(text)
     except SyntaxError:  # a file that has been changed
-        return frozenset(), frozenset()
+        return frozenset()
     asserts = [node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    conditions = [condition for test in asserts for condition in _conditions(test)]
-    compared = [condition for condition in conditions if isinstance(condition, ast.Compare)]
-    sides = [side for test in compared for side in (test.left, *test.comparators)]
-    return frozenset(map(_position, conditions)), frozenset(map(_position, sides))
+    tests = [test for condition in asserts for test in _comparisons(condition)]
+    sides = [side for test in tests for side in (test.left, *test.comparators)]
+    return frozenset(map(_position, sides))
 
 
 def _position(part: ast.expr) -> _Position:
     return part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
 
 
-def _conditions(test: ast.expr) -> Iterator[ast.expr]:
-    """The expressions that must all be true if a condition is to hold."""
+def _comparisons(test: ast.expr) -> Iterator[ast.Compare]:
+    """The comparisons that must all be true if a condition is to hold."""
     match test:
         case ast.BoolOp(op=ast.And()):
             for value in test.values:
-                yield from _conditions(value)
+                yield from _comparisons(value)
         case ast.Compare():
             if all(isinstance(op, _ORDERING) for op in test.ops):
                 yield test
-        case ast.Name() | ast.Attribute() | ast.Subscript() | ast.Call() | ast.BinOp():
-            yield test
