@@ -250,6 +250,23 @@ def _chosen(case: Case) -> Answer:
     return reduced(case, _dims(case), None, why="is needed whole, to find the index in it")
 
 
+def _decided(reduce: ReduceOp, case: Case) -> Answer | Expansion:
+    """`all` or `any`: over a cut dimension, the least or the greatest of zeros and ones."""
+    dims = _dims(case)
+    (operand,) = case.operands
+    if case.has_cut(operand, *dims):
+        return Expansion(partial(_decided_of, reduce, dims, _keepdim(case)))
+    return reduced(case, dims, None)
+
+
+def _decided_of(
+    reduce: ReduceOp, dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    numbers = (self != 0).to(torch.uint8)
+    result = numbers.amin(dims, keep) if reduce is ReduceOp.MIN else numbers.amax(dims, keep)
+    return result.to(torch.uint8 if self.dtype is torch.uint8 else torch.bool)
+
+
 def _histogram(case: Case) -> Answer:
     """Counts of pieces add up, unless the edges of the bins are the extremes of all entries."""
     (operand,) = case.operands
@@ -318,8 +335,12 @@ RULES: Mapping[object, Rule] = {
     **dict.fromkeys((_ATEN.argmax.default, _ATEN.argmin.default), _chosen),
     **dict.fromkeys((_ATEN.max.dim, _ATEN.min.dim, _ATEN.aminmax.default), _chosen),
     **dict.fromkeys((_ATEN.median.dim, _ATEN.mode.default, _ATEN.kthvalue.default), _chosen),
-    **dict.fromkeys((_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims), _chosen),
-    **dict.fromkeys((_ATEN.all.default, _ATEN.all.dim, _ATEN.all.dims), _chosen),
+    **dict.fromkeys(
+        (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims), partial(_decided, ReduceOp.MAX)
+    ),
+    **dict.fromkeys(
+        (_ATEN.all.default, _ATEN.all.dim, _ATEN.all.dims), partial(_decided, ReduceOp.MIN)
+    ),
     **dict.fromkeys((_ATEN.cumsum.default, _ATEN.cumprod.default), _along),
     **dict.fromkeys(
         (_ATEN.cummax.default, _ATEN.cummin.default, _ATEN.logcumsumexp.default), _along
