@@ -244,3 +244,111 @@ def test_what_is_refused(method: str, reason: str) -> None:
 def test_loops_that_are_refused(way: str, reason: str) -> None:
     with pytest.raises(TraceError, match=f"depends on the values of a tensor.*{reason}"):
         trace(Refused(), "looped", torch.randn(TOKENS, WIDTH), way)
+
+
+class Counted:
+    """Something that iterations change."""
+
+    number = 0
+
+
+class Leaking(Chosen):
+    """Loops whose iterations leave something behind, beside the rows that they add."""
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        _, mask, hit = self._routed(x)
+        result, rows, used, counted = torch.zeros_like(x), (), [0] * EXPERTS, Counted()
+        weight, number = self.down[0], 0
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            result.index_add_(0, token, x[token] @ self.down[expert[0]])
+            if way == "part":
+                weight = self.down[expert[0]]
+            elif way == "view":
+                weight = self.down[expert[0]].reshape(WIDTH, WIDTH)
+            elif way == "number":
+                index = expert.item()
+            elif way == "slot":
+                used[expert.item()] = 1
+            elif way == "object":
+                counted.number += 1
+            elif way == "tuple":
+                rows = (*rows, 1)
+        if way == "number":
+            number = index
+        if way == "comprehension":
+            number = len([int(expert) for expert in hit])
+        return result @ weight * (number + sum(used) + counted.number + len(rows))
+
+    def uneven(self, x: torch.Tensor) -> torch.Tensor:
+        """How often an iteration has run before is in what it computes."""
+        _, mask, hit = self._routed(x)
+        result, counted = torch.zeros_like(x), Counted()
+        for expert in hit:
+            _, token = torch.where(mask[expert[0]])
+            result.index_add_(0, token, x[token] * counted.number)
+            counted.number += 1
+        return result
+
+    def compared(self, x: torch.Tensor) -> torch.Tensor:
+        _, mask, hit = self._routed(x)
+        result = torch.zeros_like(x)
+        for expert in hit:
+            if expert[0] == 1 or expert[0] > 5:
+                continue
+            _, token = torch.where(mask[expert[0]])
+            result.index_add_(0, token, x[token])
+        return result
+
+
+@pytest.mark.parametrize(
+    "way", ["part", "view", "number", "slot", "object", "tuple", "comprehension"]
+)
+def test_nothing_may_depend_on_which_classes_occur(way: str) -> None:
+    """The last class does not occur, or others do not: plain Python runs fewer iterations."""
+    x = torch.ones(TOKENS, WIDTH)
+    Leaking()(x, way)
+    with pytest.raises(TraceError, match="depends on which of them occur"):
+        trace(Leaking(), "forward", x, way)
+
+
+def test_iterations_may_not_depend_on_those_before() -> None:
+    with pytest.raises(TraceError, match=r"depends on which of them occur.*the first"):
+        trace(Leaking(), "uneven", torch.ones(TOKENS, WIDTH))
+
+
+def test_a_class_is_compared_as_a_number() -> None:
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    check_equal(Leaking(), "compared", x.requires_grad_(), tolerance=1e-6)
+
+
+class Asked(Chosen):
+    """What Python asks of rows and of classes, whose number is not known."""
+
+    def forward(self, x: torch.Tensor, way: str) -> Any:
+        mask = x[:, 0] > 0
+        hit = self._routed(x)[2]
+        if way == "shape":
+            return x * hit.shape[0]
+        if way == "numel":
+            return x * hit.numel()
+        if way == "first":
+            return x * self.down[hit[0]]
+        if way == "equal":
+            return x * float(x[mask] == 0)
+        if way == "greater":
+            return x * float(x[mask] > 0)
+        if way == "eps":
+            x = x.clone()
+            x[mask] = functional.layer_norm(x[mask], (WIDTH,), eps=0.0)
+        if way == "type":
+            x = x.clone()
+            x[mask] = self.first(x[mask]).double()
+        return x
+
+
+@pytest.mark.parametrize("way", ["shape", "numel", "first", "equal", "greater", "eps", "type"])
+def test_what_is_not_known_is_refused_in_words(way: str) -> None:
+    with pytest.raises(TraceError, match="depends on the values of a tensor") as error:
+        trace(Asked(), "forward", torch.randn(TOKENS, WIDTH), way)
+    assert "it raised" not in error.value.reason

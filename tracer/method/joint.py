@@ -22,6 +22,7 @@ from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
+from ...ir.location import Location
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
 from ..lazy import Lazy
@@ -50,6 +51,8 @@ from .purity.scene import Scene
 from .purity.simplify import simplify
 from .purity.watch import UsesGradients
 from .reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from .rows.iterations import SINGLE, Iterations
+from .rows.row_programs import RowPrograms
 from .rows.row_values import Rows, RowValue, refusal
 from .saving_marks import pass_marks
 
@@ -79,7 +82,11 @@ def trace_call(
     """
     try:
         with random_state_watched(call), refusals_raised():
-            return _JointTrace(call, wanted, blocks).trace()
+            trace = _JointTrace(call, wanted, blocks)
+            joint = trace.trace()
+        if trace.iterations.loops and not joint.initial:
+            _compare_iterations(call, trace)
+        return joint
     except UsesGradients:
         if wanted is None:
             raise
@@ -100,6 +107,38 @@ def run_call(call: TracedCall, blocks: Blocks | None = None) -> OpLog:
             return _JointTrace(call, None, blocks).run()
     except Exception as error:
         raise _in_words(error, call) from error
+
+
+def _compare_iterations(call: TracedCall, trace: _JointTrace) -> None:
+    """Check that nothing outside of loops over classes depends on which of them occur.
+
+    Raises:
+        TraceError: it does.
+    """
+    whole = trace
+    for only in SINGLE:
+        with random_state_watched(call):
+            alone = _JointTrace(call, None, None, only)
+            alone.run()
+            different = _difference(whole, alone)
+            if different and whole is trace:  # some code does other things without a graph
+                whole = _JointTrace(call, None, None)
+                whole.run()
+                different = _difference(whole, alone)
+        if different:
+            words, loc = different
+            raise call.refusal(
+                f"what it does outside of a loop over classes depends on which of them occur, by a "
+                f"variable, a list or an object that iterations change: {words}",
+                "let iterations do nothing but add rows to tensors by index_add_, and compute what "
+                "else is needed for all classes by torch functions, as mask.sum((1, 2)) > 0 does",
+                loc,
+            )
+
+
+def _difference(whole: _JointTrace, alone: _JointTrace) -> tuple[str, Location | None] | None:
+    difference = whole.iterations.difference(alone.iterations)
+    return difference or whole.recorder.log.difference(alone.recorder.log)
 
 
 def _gradients(
@@ -132,7 +171,13 @@ def _works_on_gradients(call: TracedCall) -> TraceError:
 class _JointTrace(Scene):
     """One trace."""
 
-    def __init__(self, call: TracedCall, wanted: Wanted | None, blocks: Blocks | None) -> None:
+    def __init__(
+        self,
+        call: TracedCall,
+        wanted: Wanted | None,
+        blocks: Blocks | None,
+        only: int | None = None,
+    ) -> None:
         super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
         self.wanted = wanted
         self.state = state_fakes(call, self.mode)
@@ -144,6 +189,7 @@ class _JointTrace(Scene):
         log = OpLog([*self.state, *self.inputs])
         self.functions = FunctionLog(self.mode, self.state, self.inputs)
         self.recorder = OpRecorder(call.shown, named, state, log, self.functions)
+        self.iterations = Iterations(log, only)
         self.calls = ModuleCalls(
             blocks or Blocks(),
             repeated_classes(call.state) if blocks is not None else frozenset(),
@@ -193,7 +239,8 @@ class _JointTrace(Scene):
             Outputs, rebound state, gradients, and results of operators that write in secret.
         """
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            guard = FunctionGuard(self.call.shown, self._in_float8(self.calls.run))
+            rows = RowPrograms(self.iterations, self.recorder.constants.has)
+            guard = FunctionGuard(self.call.shown, self._in_float8(self.calls.run), rows)
             with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
@@ -223,6 +270,8 @@ class _JointTrace(Scene):
         )
         self._check_state_metadata()
         self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))
+        if self.iterations.loops:
+            self.functions.complete = False  # it does not have what a loop has left out
         self.functions.note_end(ends(spec, leaves, self.rebinds))
         self.forward = frozenset(node.name for node in nodes_so_far() or ())
         self._note_results(outputs)
@@ -282,7 +331,8 @@ class _JointTrace(Scene):
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
         held = [fake.grad for fake in self.state]
-        guard = FunctionGuard(self.call.shown, self._in_float8(run_plainly))
+        rows = RowPrograms(is_constant=self.recorder.constants.has)
+        guard = FunctionGuard(self.call.shown, self._in_float8(run_plainly), rows)
         with self.recorder, guard:
             gradients = call_user(_gradients, chosen, sources, cotangents)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):

@@ -72,6 +72,11 @@ class ConstantValues:
         self.asked += 1
         return _ATEN.nonzero_static.default, args, {"size": size}
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are known."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            return self._value(tensor) is not None
+
     def note(self, operator: torch._ops.OpOverload, args: Any, kwargs: Any, results: Any) -> None:
         """Note a call of an operator, and what it has given."""
         written = [t for t in written_values(operator, args, kwargs) if torch.is_tensor(t)]

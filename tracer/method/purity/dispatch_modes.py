@@ -220,13 +220,14 @@ class FunctionGuard(TorchFunctionMode):
     Args:
         shown: the call in words.
         run: runs all other functions.
+        rows: answers those that have to do with rows that the data chooses.
     """
 
-    def __init__(self, shown: str, run: Run) -> None:
+    def __init__(self, shown: str, run: Run, rows: RowPrograms | None = None) -> None:
         super().__init__()
         self.shown = shown
         self.run = run
-        self._rows = RowPrograms()
+        self._rows = rows or RowPrograms()
 
     def __torch_function__(
         self,

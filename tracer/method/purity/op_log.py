@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,31 @@ class OpLog:
         self._numbers = {id(tensor): number for number, tensor in enumerate(self._held)}
         self._entries: list[tuple[str, Any]] = []
         self._lines: list[Location | None] = []
+        self._named: dict[int, tuple[torch.Tensor, Verbatim]] = {}
+        self._is_off = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Note no operators inside the `with` block."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Let a tensor stand in entries by a name, and not by when it was seen first."""
+        self._named[id(tensor)] = tensor, Verbatim(name)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name that a tensor was given; None if it has none."""
+        known = self._named.get(id(tensor))
+        return None if known is None else known[1]
 
     def note(self, op: object, args: Any, kwargs: Any, loc: Location | None) -> None:
         """Note an operator that is issued."""
+        if self._is_off:
+            return
         self._entries.append((str(op), (self._form(args), self._form(kwargs))))
         self._lines.append(loc)
 
@@ -83,6 +106,8 @@ class OpLog:
             for tensor in self._held[held:]:
                 self._numbers.pop(id(tensor), None)
             del self._held[held:]
+        if self._is_off:
+            return
         self._entries.append((name, self._form(taken)))
         self._lines.append(None)
 
@@ -98,6 +123,8 @@ class OpLog:
     def _tensor(self, value: torch.Tensor) -> _NumberTensor | Verbatim:
         if type(value) is torch.Tensor:
             return _NumberTensor(value)
+        if id(value) in self._named:
+            return self._named[id(value)][1]
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._held)

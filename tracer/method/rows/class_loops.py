@@ -7,8 +7,9 @@ iteration must do nothing else: for a class that does not occur, plain Python wo
 from __future__ import annotations
 
 import dis
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from ...values.operators import storage_key
 from . import rowwise
+from .iterations import Iterations
 from .row_values import Read, Rows, RowValue, Universe, refusal
 
 
@@ -65,6 +67,31 @@ class ClassIndex(RowValue):
 
     __index__ = __int__
 
+    def _compare(self, compare: Callable[[int, int], bool], other: object) -> bool:
+        if not isinstance(other, int | ClassIndex):
+            raise refusal("a class is compared with something else than a number")
+        return compare(self.number, int(other))
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare(operator.eq, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compare(operator.ne, other)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compare(operator.lt, other)
+
+    def __le__(self, other: object) -> bool:
+        return self._compare(operator.le, other)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compare(operator.gt, other)
+
+    def __ge__(self, other: object) -> bool:
+        return self._compare(operator.ge, other)
+
+    __hash__ = RowValue.__hash__
+
 
 @dataclass(eq=False)
 class ClassMask(RowValue):
@@ -88,6 +115,7 @@ class ClassLoop(RowValue):
     one_hot: OneHot
     universe: Universe
     enter: Callable[[ClassLoop | None], None]
+    iterations: Iterations
     number: int = -1
     added: list[tuple[torch.Tensor, int, Rows]] = field(default_factory=list)
     views: dict[Any, Any] = field(default_factory=dict)
@@ -103,11 +131,16 @@ class ClassLoop(RowValue):
         return self._iterate(frame)
 
     def _iterate(self, frame: FrameType) -> Iterator[ClassIndex]:
+        with self.iterations.of_loop(self.one_hot.classes) as numbers:
+            yield from self._run(frame, numbers)
+            self._add()
+
+    def _run(self, frame: FrameType, numbers: Sequence[int]) -> Iterator[ClassIndex]:
         before = _numbers(frame)
         is_left = True
         self.enter(self)
         try:
-            for number in range(self.one_hot.classes):
+            for number in numbers:
                 self.number = number
                 yield ClassIndex(self, number)
                 now = _numbers(frame)
@@ -119,7 +152,6 @@ class ClassLoop(RowValue):
             self.enter(None)
             if is_left:
                 refusal("a loop over classes is left before its end")  # it is noted
-        self._add()
 
     def _add(self) -> None:
         """Add the rows of all classes to the tensors to which the iterations have added some."""
@@ -134,6 +166,8 @@ class ClassLoop(RowValue):
             if any(rows.number == part.number for part in parts):
                 raise refusal("an iteration adds rows twice to one tensor")
             parts.append(rows)
+            computed = rowwise.signature(rows.tree, self.iterations.words)
+            self.iterations.note(rows.number, (self.iterations.words(tensor), dim, computed))
         for (_, dim), (tensor, parts) in targets.items():
             values = rowwise.combined(self.universe, parts, plainly)
             others = tuple(d for d in range(len(self.universe.shape)) if d != dim)

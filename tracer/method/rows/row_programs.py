@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import rowwise
 from .class_loops import ClassIndex, ClassLoop, ClassMask, Occurring, OneHot
+from .iterations import Iterations
 from .row_values import (
     OfClass,
     Read,
@@ -51,9 +52,21 @@ _PASSIVE = frozenset(
 
 
 class RowPrograms:
-    """Answers the torch functions of a method that have to do with rows that the data chooses."""
+    """Answers the torch functions of a method that have to do with rows that the data chooses.
 
-    def __init__(self) -> None:
+    Args:
+        iterations: those of its loops over classes.
+        is_constant: whether the values of a tensor follow from no input. A mask of which that is
+            true chooses rows that are known.
+    """
+
+    def __init__(
+        self,
+        iterations: Iterations | None = None,
+        is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> None:
+        self._iterations = iterations or Iterations()
+        self._is_constant = is_constant
         self._facts: dict[int, tuple[Read, Any]] = {}
         self._loop: ClassLoop | None = None
         self._universes: dict[int, Universe] = {}
@@ -124,15 +137,39 @@ class RowPrograms:
         one_hot = fact.one_hot
         shape = tuple(one_hot.ids.shape)
         universe = Universe(shape, one_hot.classes, one_hot.read, ids=one_hot.ids)
-        return ClassLoop(one_hot, universe, self._enter)
+        return ClassLoop(one_hot, universe, self._enter, self._iterations)
 
     def _getitem(self, function: Any, args: Any, kwargs: Any, run: Run) -> Any:
         tensor, index = args
-        if isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim():
+        known = self._known_places(index, run)
+        if known is not None:
+            return run(function, (tensor, known), kwargs)
+        if _is_mask(index):
             return self._masked(tensor, index)
         if type(index) is int and tensor.dim() and 0 <= index < tensor.shape[0]:
             return self._know(run(function, args, kwargs), OfClass(tensor, index))
         return UNHANDLED
+
+    def _setitem(self, function: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        tensor, index, value = args
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return UNHANDLED
+        known = self._known_places(index, run)
+        return UNHANDLED if known is None else run(function, (tensor, known, value), kwargs)
+
+    def _known_places(self, index: Any, run: Run) -> tuple[Any, ...] | None:
+        """An index with numbers for its masks, if it has some and all are constant; else None."""
+        parts = index if isinstance(index, tuple) else (index,)
+        masks = [part for part in parts if _is_mask(part)]
+        if not masks or not all(map(self._is_constant, masks)):
+            return None
+        places: list[Any] = []
+        for part in parts:
+            is_mask = _is_mask(part)
+            places += (
+                run(torch.unbind, (run(torch.nonzero, (part,), {}), 1), {}) if is_mask else [part]
+            )
+        return tuple(places)
 
     def _masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
         """The rows that a mask chooses."""
@@ -252,6 +289,7 @@ class RowPrograms:
         if self._fact(tensor) is loop.one_hot:
             return ClassMask(loop)
         part = run(torch.Tensor.__getitem__, (tensor, min(number, tensor.shape[0] - 1)), {})
+        self._iterations.name(part, "part", (tensor, number))
         return self._know(part, OfClass(tensor, number))
 
     def _put(self, args: Any, kwargs: Any, run: Run) -> Any:
@@ -263,6 +301,8 @@ class RowPrograms:
             read.check()
         if tensor.shape != (*universe.shape, *rows.probe.shape[1:]):
             raise refusal("a tensor has not one row for each of them and of all others")
+        if tensor.dtype != rows.dtype:
+            raise refusal(f"rows of {rows.dtype} are put into {tensor.dtype}")
         group = rowwise.RowGroup.of(universe, (0,), run)
         chosen = group.chosen(group.value(rows.tree), tensor)
         run(torch.Tensor.copy_, (tensor, chosen), {})
@@ -301,10 +341,11 @@ class RowPrograms:
             return self._property(function, tensor, run)
         others = tree_leaves((args[1:], kwargs))
         if not all(isinstance(other, int | slice | type(None)) for other in others):
-            return UNHANDLED
+            return self._iterations.name(run(function, args, kwargs), name, args)
         key = (name, id(tensor), str((args[1:], kwargs)))
         if key not in loop.views:  # one for all iterations, so that these are alike
-            loop.views[key] = tensor, run(function, args, kwargs)
+            result = self._iterations.name(run(function, args, kwargs), name, args)
+            loop.views[key] = tensor, result
         return loop.views[key][1]
 
     def _property(self, function: Any, tensor: torch.Tensor, run: Run) -> Any:
@@ -313,7 +354,11 @@ class RowPrograms:
         is_turned = isinstance(result, torch.Tensor) and result.dim() == 2
         if is_turned and isinstance(fact, OfClass) and function in _TURNS:
             self._know(result, OfClass(fact.stack, fact.number, not fact.is_turned))
-        return result
+        return self._iterations.name(result, "property", (tensor,))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 0
 
 
 def _is_in_tolist(frame: FrameType | None) -> bool:
@@ -345,6 +390,7 @@ _NOTICES: dict[str, Callable[..., Any]] = {
     "gt": RowPrograms._greater,
     "nonzero": RowPrograms._nonzero,
     "getitem": RowPrograms._getitem,
+    "setitem": RowPrograms._setitem,
     "unbind": RowPrograms._unbind,
 }
 """Functions of tensors of which rows come, by name."""

@@ -137,6 +137,13 @@ class OfClass:
     is_turned: bool = False
 
 
+def _refused(self: object, *_: object) -> NoReturn:
+    raise refusal("Python computes with them, or compares them, other than row by row")
+
+
+_REFUSED: Any = _refused
+
+
 class RowValue:
     """Anything that stands for rows which the data chooses, or for their number."""
 
@@ -154,6 +161,21 @@ class RowValue:
 
     def __len__(self) -> int:
         raise refusal("Python asks how many they are")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise refusal(f"Tensor.{name} of them is read")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise refusal("they are indexed")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _REFUSED
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _REFUSED
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _REFUSED
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = __invert__ = _REFUSED
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __abs__ = _REFUSED
+    __hash__ = object.__hash__
 
 
 class RowCount(RowValue):

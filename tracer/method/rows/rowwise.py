@@ -41,7 +41,8 @@ _OF_ELEMENTS = frozenset(
 )
 _PRODUCTS = frozenset(("linear", "matmul", "mm"))
 _SHAPES = frozenset(("view", "reshape", "chunk", "split", "unsqueeze"))
-_OTHERS = frozenset(("layer_norm", "rms_norm", "dropout"))
+_NORMS = frozenset(("layer_norm", "rms_norm"))
+_OTHERS = _NORMS | {"dropout"}
 
 
 def name_of(function: Any) -> str:
@@ -156,7 +157,15 @@ def _checked(
             raise refusal("dropout draws a number for each of them")
     elif name not in _OTHERS:
         raise refusal(f"{name} is not known to compute each row by itself")
+    elif name in _NORMS and _eps(name, args, kwargs) == 0:
+        raise refusal(f"{name} with an eps of 0 has no derivative at rows of zeros")
     return args, kwargs
+
+
+def _eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    position = 4 if name == "layer_norm" else 3
+    eps: float | None = kwargs.get("eps", args[position] if len(args) > position else None)
+    return eps
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, bool]:
@@ -193,20 +202,26 @@ def probe_of(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return _meta((ROWS, *shape), dtype)
 
 
-def signature(tree: Any) -> Any:
-    """A key that is equal for trees that compute the same of the rows of their own classes."""
+def signature(tree: Any, key: Callable[[torch.Tensor], Any] = id) -> Any:
+    """A key that is equal for trees that compute the same of the rows of their own classes.
+
+    Args:
+        tree: the tree.
+        key: the key of a tensor in it.
+    """
     if isinstance(tree, Source):
-        return "source", id(tree.tensor), tree.dims, tree.units
+        return "source", key(tree.tensor), tree.dims, tree.units
     if isinstance(tree, Item):
-        return "item", signature(tree.of), tree.index
+        return "item", signature(tree.of, key), tree.index
     if isinstance(tree, Applied):
         named = sorted(tree.kwargs.items())
-        return tree.name, signature(tree.args), tuple((k, signature(v)) for k, v in named)
+        args = signature(tree.args, key)
+        return tree.name, args, tuple((name, signature(value, key)) for name, value in named)
     if isinstance(tree, OfClass):
-        return "stack", id(tree.stack), tree.is_turned
+        return "stack", key(tree.stack), tree.is_turned
     if isinstance(tree, (tuple, list)):
-        return tuple(map(signature, tree))
-    return ("tensor", id(tree)) if isinstance(tree, torch.Tensor) else (type(tree), tree)
+        return tuple(signature(part, key) for part in tree)
+    return ("tensor", key(tree)) if isinstance(tree, torch.Tensor) else (type(tree), tree)
 
 
 @dataclass(frozen=True)
