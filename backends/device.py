@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..ir.attributes import Stream
+from ..ir.pipeline.device_speed import DeviceSpeed
 from ..ir.types import DType
 
 
@@ -72,12 +73,14 @@ class Device(Protocol):
         index: its number among the devices of its kind.
         torch_device: the device as torch names it.
         fabric: the transport that joins it to others of its kind; None where there is none.
+        speed: what is assumed of it, where nothing is measured.
     """
 
     kind: str
     index: int
     torch_device: torch.device
     fabric: Fabric | None
+    speed: DeviceSpeed
 
     def stream(self, kind: Stream) -> DeviceQueue:
         """The stream of a kind; always the same one."""

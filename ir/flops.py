@@ -13,6 +13,14 @@ WORK_OF_BYTE = 100
 Of accelerators since 2020 it is between 100 and 300, in bfloat16.
 """
 
+WORK_OF_COPIED_BYTE = 5 * WORK_OF_BYTE
+"""The same for a byte that a device copies to its host, or back, while it computes.
+
+A copy reads or writes the device's memory once. It counts more, since memory of the host is pinned
+for it, and since the computation waits if the link is slower than expected. So what an operator
+without products gives is computed again rather than copied, and what a product gives is copied.
+"""
+
 WORK_OF_MILLISECOND = 4e11
 """The floating-point operations of a millisecond, where no time is measured.
 

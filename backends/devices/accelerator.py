@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 
 from ...ir.attributes import Stream
+from ...ir.pipeline.device_speed import DeviceSpeed
 from ..device import DeviceGraph, DeviceQueue, Event, Fabric
 from .cuda_driver import DriverNodes
 
@@ -49,6 +50,7 @@ class Accelerator:
         self.torch_device = torch.device(kind, index)
         self.fabric = fabric
         self._module: Any = torch.get_device_module(kind)
+        self.speed = DeviceSpeed.named(self._module.get_device_name(index))
         self._handle = handle
         self._graph_class: Callable[[], Any] = getattr(self._module, graph)
         self._current_handle = current

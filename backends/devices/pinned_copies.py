@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ...ir.attributes import Stream
@@ -18,6 +17,7 @@ from ..device import Device, DeviceQueue
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
 from ..program.value_copies import HostCopy
+from .pinned_pieces import PinnedPieces
 
 
 class PinnedBuffers:
@@ -28,7 +28,7 @@ class PinnedBuffers:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._pieces = PinnedPieces(device)
         self._bytes: dict[int, Tensor] = {}
 
     def of(self, op: CopyStart) -> Tensor:
@@ -37,11 +37,10 @@ class PinnedBuffers:
         assert isinstance(type_, TensorType), "a copy is of a tensor"
         dtype = TORCH_DTYPES[type_.dtype]
         if op.slot is None or not type_.nbytes:
-            return self._device.host_buffer(torch.empty(type_.numel, dtype=dtype, device="meta"))
+            return self._pieces.take(type_.nbytes).view(dtype)
         shared = self._bytes.get(op.slot)
         if shared is None:
-            like = torch.empty(type_.nbytes, dtype=torch.uint8, device="meta")
-            shared = self._bytes[op.slot] = self._device.host_buffer(like)
+            shared = self._bytes[op.slot] = self._pieces.take(type_.nbytes)
         return shared[: type_.nbytes].view(dtype)
 
 

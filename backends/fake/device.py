@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir.attributes import Stream
+from ...ir.pipeline.device_speed import DeviceSpeed
 from ...ir.types import DType
 from ..device import Device, Fabric
 from . import torch_backend
@@ -105,6 +106,7 @@ class FakeDevice:
         self.index = index
         self.torch_device = torch.device(KIND, DEVICE_INDEX)
         self.fabric: Fabric | None = FABRIC
+        self.speed = DeviceSpeed()
         self.delay = delay
         self.strict = strict
         self.patience = patience

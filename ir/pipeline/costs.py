@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..attributes import Action
+from ..flops import WORK_OF_COPIED_BYTE, WORK_OF_MILLISECOND
 from ..text.files import read_text
 
 PerStage: TypeAlias = float | tuple[float, ...]
@@ -88,6 +89,10 @@ class Costs:
         channels: the links of single channels, by id; they override `link`.
         host: the link between a device and its host, for each direction. The default is PCI Express
             5.0 with 16 lanes, as it is measured.
+        speed: the floating-point operations of a millisecond, by which a choice of memory estimates
+            what is not measured. With it a copy to the host or back also occupies its device, since
+            both use the device's memory. Without it a choice takes the device's (`DeviceSpeed`),
+            and copies delay only what waits for them.
     """
 
     tf: PerStage = 1.0
@@ -108,6 +113,7 @@ class Costs:
     link: Link | None = None
     channels: Mapping[int, Link] = field(default_factory=dict)
     host: Link = field(default_factory=lambda: Link(0.01, 50.0))
+    speed: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tf", "tb", "tw", "tcomm", "activation_bytes", "weight_bytes", "mr"):
@@ -118,6 +124,10 @@ class Costs:
             _check(f"functions['{name}']", cost)
         for name in ("tgather", "treduce", "mw", "overhead", "post"):
             _check(name, getattr(self, name))
+        if self.speed is not None:
+            _check("speed", self.speed)
+            if not self.speed > 0:
+                raise ValueError(f"costs: speed is {self.speed}; it must be above 0")
         if not isinstance(self.buffered, bool):
             raise TypeError(f"costs: buffered is {self.buffered!r}; it must be true or false")
         for name, share in (("mw", self.mw), ("mr", self.mr)):
@@ -131,6 +141,14 @@ class Costs:
             raise ValueError("costs: weight_bytes are given, and no activation_bytes")
         if self.remat and self.mr is None:
             raise ValueError("costs: stages that recompute need mr, the share that they hold")
+
+    def estimate(self, work: float) -> float:
+        """The milliseconds of an amount of work that is not measured, in operations."""
+        return work / (WORK_OF_MILLISECOND if self.speed is None else self.speed)
+
+    def copy_load(self, nbytes: int) -> float:
+        """The milliseconds for which a copy to the host, or back, occupies its device."""
+        return self.post + (self.estimate(WORK_OF_COPIED_BYTE * nbytes) if self.speed else 0.0)
 
     def of(self, action: Action, stage: int, split: bool) -> float:
         """The time of a task, in milliseconds; `split` says whether W is a task of its own."""

@@ -12,6 +12,7 @@ from typing import Literal
 from ...backends.driven.timeouts import seconds
 from ...backends.fusion.fuse import check_name
 from ...ir.pipeline.costs import Costs, Link
+from ...ir.pipeline.device_speed import DeviceSpeed
 from ...ir.text.stored_plan import StoredPlan
 from ...passes.base import Pipeline
 from ...passes.manager.pipelines import default_pipeline
@@ -141,12 +142,21 @@ class CompileOptions:
         """The limit of what programs hold; None: there is none."""
         return None if self.memory is None else MemoryLimit.of(self.memory)
 
-    @property
-    def host_costs(self) -> Costs:
-        """The times of functions that are given, or that a search knows, and the link to hosts."""
+    def host_costs(self, fabrics: Fabrics | None) -> Costs:
+        """What a choice of memory goes by: times of functions, speed of devices, and their links.
+
+        Times are those that are given, or that a search knows. Speed and link are those of the
+        devices, unless they are given.
+
+        Args:
+            fabrics: of the ranks' devices; None if there are none.
+        """
         known = self.costs or costs_of(self.schedule) or Costs()
-        link = known.host if self.host_link is None else self.host_link
-        return Costs(functions=known.functions, host=link)
+        device = DeviceSpeed() if fabrics is None else fabrics.speed
+        speed = device.work if known.speed is None else known.speed
+        link = known.host if known.host != Costs().host else device.host
+        link = link if self.host_link is None else self.host_link
+        return Costs(functions=known.functions, host=link, speed=speed)
 
     def pipeline_of(self, fabrics: Fabrics | None, is_driven: bool) -> Callable[..., Pipeline]:
         """The passes for a schedule.
@@ -164,16 +174,17 @@ class CompileOptions:
             prefetch=1 if self.fsdp is None else self.fsdp.prefetch,
             dispatch=self.dispatch,
             tasks_in_flight=self.tasks_at_first,
-            offload=Offload(costs=self.host_costs),
+            offload=Offload(costs=self.host_costs(fabrics)),
         )
 
     def hosts(self, fabrics: Fabrics | None, is_driven: bool) -> HostMemory:
         """The memory of hosts that tensors may move to; none in a step that one rank drives."""
+        costs = self.host_costs(fabrics)
         if fabrics is None or is_driven or Offload.name in self.switches.off:
-            return HostMemory(costs=self.host_costs)
+            return HostMemory(costs=costs)
         count = len(fabrics.ranks.split("+"))
         ranks = frozenset(rank for rank in range(count) if fabrics.of_rank(rank) is not None)
-        return HostMemory(ranks, self.host_costs)
+        return HostMemory(ranks, costs)
 
     @property
     def compared_every(self) -> int | None:
@@ -183,13 +194,14 @@ class CompileOptions:
     def agreed(self) -> dict[str, object]:
         """The options that must be equal on all ranks, by name."""
         options = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        link = self.host_costs(None).host
         return options | {
             "passes": ",".join(filter(None, (self.settings.passes, self.passes))),
             "seed": self.chosen_seed,
             "fsdp": None if self.fsdp is None else self.fsdp.text,
             "check_inputs": self.compared_every,
             "memory": None if self.memory_limit is None else self.memory_limit.bytes,
-            "host_link": (self.host_costs.host.latency, self.host_costs.host.bandwidth),
+            "host_link": (link.latency, link.bandwidth),
         }
 
 

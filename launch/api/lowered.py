@@ -173,7 +173,7 @@ class Lowered:
                 which it is chosen what is computed again and what rests on hosts. None: those of
                 the schedule, if it is a search with costs; others are estimated.
             host_link: between a device and its host, for the same choice: its latency and bandwidth
-                in one direction. None: as `costs.host`, or `cg.Costs().host`.
+                in one direction. None: as `costs.host`, or what its kind of device has.
             saved: `bf16` lets forwards save float32 and float64 tensors in bfloat16, where that
                 takes fewer bytes: gradients are those of rounded activations. `memory_report` says
                 how many bytes that are. None: each in its own type.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,10 @@ def check_same_step(plan: StoredPlan, traced: Module, file: Path | str) -> None:
 def _devices(world: World) -> dict[str, str]:
     """The facts of ranks' devices, by which passes choose transports; empty without devices."""
     fabrics = fabrics_of(world)
-    return {} if fabrics is None else asdict(fabrics)
+    if fabrics is None:
+        return {}
+    facts = fabrics.ranks, fabrics.reduces, fabrics.rendezvous
+    return dict(zip(("ranks", "reduces", "rendezvous"), facts, strict=True))
 
 
 def _shown(devices: Mapping[str, str]) -> str:

@@ -12,7 +12,9 @@ import torch
 from ...backends.base import World
 from ...backends.device import Device, Fabric
 from ...backends.devices import find
+from ...backends.devices.pinned_pieces import PinnedPieces
 from ...backends.per_world import PerWorld
+from ...ir.pipeline.device_speed import DeviceSpeed
 from ...passes.placement.fabrics import Fabrics
 
 
@@ -191,6 +193,7 @@ def _shared(sights: Sequence[VisibleDevices]) -> str:
 
 
 _fabrics: PerWorld[Fabrics | None] = PerWorld()
+_pieces: PerWorld[PinnedPieces] = PerWorld()
 
 
 def fabrics_of(world: World) -> Fabrics | None:
@@ -203,15 +206,16 @@ def fabrics_of(world: World) -> Fabrics | None:
 
 def _gather(world: World) -> Fabrics | None:
     device = world.device
-    own_fabric = None if device is None else device.fabric or Fabric("?", frozenset())
-    everyone = world.allgather(own_fabric)
+    own = None if device is None else (device.fabric or Fabric("?", frozenset()), device.speed)
+    everyone = world.allgather(own)
     if not any(everyone):
         return None
-    fabrics = [fabric for fabric in everyone if fabric is not None]
+    fabrics = [entry[0] for entry in everyone if entry is not None]
+    speed = DeviceSpeed.for_all(entry[1] for entry in everyone if entry is not None)
     reduces = frozenset.intersection(*(fabric.reduces for fabric in fabrics))
-    ranks = [fabric.name if fabric is not None else "-" for fabric in everyone]
+    ranks = [entry[0].name if entry is not None else "-" for entry in everyone]
     rendezvous = {fabric.name for fabric in fabrics if fabric.rendezvous}
-    return Fabrics("+".join(ranks), _joined(map(str, reduces)), _joined(rendezvous))
+    return Fabrics("+".join(ranks), _joined(map(str, reduces)), _joined(rendezvous), speed)
 
 
 def _joined(names: Iterable[str]) -> str:
@@ -220,8 +224,9 @@ def _joined(names: Iterable[str]) -> str:
 
 def pinned_memory(world: World, size: int) -> torch.Tensor:
     """So many bytes of the host, u8[size], that the device of this process's rank copies from."""
-    assert world.device is not None, "only ranks with a device ask for such memory"
-    return world.device.host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
+    device = world.device
+    assert device is not None, "only ranks with a device ask for such memory"
+    return _pieces.of(world, lambda: PinnedPieces(device)).take(size)
 
 
 def torch_device(world: World) -> torch.device | None:

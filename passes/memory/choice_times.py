@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
-from ...ir.flops import WORK_OF_MILLISECOND
 from ...ir.ops.module import Module, Vjp
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import Tradeoff
@@ -47,7 +46,7 @@ def work_time(vjp: Vjp, tradeoff: Tradeoff, costs: Costs) -> Fraction:
         if name == vjp.forward or name.startswith(f"{vjp.forward}.part")
     ]
     if not parts or not tradeoff.work:
-        return 1 / Fraction(WORK_OF_MILLISECOND)
+        return Fraction(costs.estimate(1))
     return Fraction(sum(parts)) / tradeoff.work
 
 
@@ -63,7 +62,7 @@ def section_times(vjp: Vjp, work: int, share: float, costs: Costs) -> Mapping[st
         share: of that work, what the backward does again.
         costs: with the measured times of functions.
     """
-    forward = costs.functions.get(vjp.forward, work / WORK_OF_MILLISECOND)
+    forward = costs.functions.get(vjp.forward, costs.estimate(work))
     times = {vjp.forward: forward}
     for name, runs in ((vjp.backward, 2), (vjp.input, 1)):
         if name is not None:

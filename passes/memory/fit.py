@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from ...ir.ops.module import Module, Vjp
 from ...ir.pipeline.costs import Costs
@@ -73,11 +74,15 @@ def fit(
     Ranks search side by side, each by bisection over its levels (`saving_levels`), and each trial
     is compiled as a whole: what messages, gathered parameters and the work inside of calls take is
     counted as it is. Inside of a backward, what it computes again takes memory, too. So where the
-    last level does not fit, the ones before it are tried in equal parts. Prices know the work of a
-    rank, and not which rank others wait for. So with several groups of ranks the choice is compared
-    on paper with those that all forwards share, and the fastest wins. Nothing computes again the
-    cotangents that B leaves to W. So ranks that nothing else helps run each W behind its B, and
-    search anew.
+    last level does not fit, the ones before it are tried in equal parts.
+
+    Prices know the work of a rank, and neither which rank others wait for nor when the link is
+    free. So a choice that moves something is compared on paper with the best that only computes
+    again, and with the best that only moves; with several groups of ranks also with those that all
+    forwards share. The fastest wins, and of equals the one that moves the least.
+
+    Nothing computes again the cotangents that B leaves to W. So ranks that nothing else helps run
+    each W behind its B, and search anew.
 
     Args:
         vjps: the derivatives of the traced module.
@@ -91,27 +96,50 @@ def fit(
         MemoryLimitError: nothing that was tried fits.
     """
     trials = _Trials(compiled)
-    plans = trials.plans({}, {})
+    plans = trials.plans(_MemoryChoice({}, {}))
     if all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True)):
         return Fit({}, {}, trials.early, _report(plans, memory, {}, tradeoffs, []))
     while True:
         groups = saving_levels(trials.plain(), vjps, tradeoffs, hosts)
-        chosen = _bisect(groups, memory, trials)
-        stuck = [g for g in groups if not _fits(g, trials.at(groups, chosen), memory)]
-        if stuck:
-            chosen = _scan(groups, stuck, chosen, memory, trials)
-        limits, amounts = _limits(groups, chosen), _amounts(groups, chosen)
-        plans = trials.plans(limits, amounts)
-        over = {r for r, plan in enumerate(plans) if plan.peak > memory[r]}
-        if not over:
-            if len(groups) > 1:
-                limits = _fastest(limits, amounts, vjps, tradeoffs, memory, trials, hosts.costs)
-                plans = trials.plans(limits, amounts)
-            report = _report(plans, memory, limits, tradeoffs, groups, trials.early)
-            return Fit(limits, amounts, trials.early, report)
+        joint = _search(groups, memory, trials)
+        candidates = [joint]
+        if joint.moves:
+            staying = saving_levels(trials.plain(), vjps, tradeoffs, hosts.without_moves())
+            candidates.append(_search(staying, memory, trials))
+            candidates.append(_search([g.moving() for g in groups], memory, trials))
+        if len(groups) > 1:
+            moves = (joint.amounts, {}) if joint.moves else ({},)
+            candidates += [_MemoryChoice(limits, a) for limits in _shared(tradeoffs) for a in moves]
+        fitting = [choice for choice in candidates if not _over(trials.plans(choice), memory)]
+        if fitting:
+            times = partial(_time, vjps, tradeoffs, hosts.costs, trials)
+            best = min(fitting, key=times) if len(fitting) > 1 else fitting[0]
+            plans = trials.plans(best)
+            report = _report(plans, memory, best.limits, tradeoffs, groups, trials.early)
+            return Fit(best.limits, best.amounts, trials.early, report)
+        plans = trials.plans(joint)
+        over = _over(plans, memory)
         if not may_run_early or over <= trials.early:
             raise _error(plans, memory, trials)
         trials.early |= over
+
+
+@dataclass(frozen=True)
+class _MemoryChoice:
+    """The limits of forwards, and the amounts that move to hosts."""
+
+    limits: Limits
+    amounts: Amounts
+
+    @property
+    def moves(self) -> bool:
+        """True if something may move."""
+        return any(self.amounts.values())
+
+
+def _over(plans: Sequence[MemoryPlan], memory: Sequence[int]) -> set[int]:
+    """The ranks that do not keep to their limits."""
+    return {rank for rank, plan in enumerate(plans) if plan.peak > memory[rank]}
 
 
 class _Trials:
@@ -133,21 +161,18 @@ class _Trials:
             self._plain[self.early] = self._compiled({}, self.early, {})
         return self._plain[self.early]
 
-    def module(self, limits: Limits, amounts: Amounts) -> Module:
+    def module(self, choice: _MemoryChoice) -> Module:
         """The module of a trial."""
-        if not limits and not any(amounts.values()):
+        if not choice.limits and not choice.moves:
             return self.plain()
-        return self._compiled(limits, self.early, amounts)
+        return self._compiled(choice.limits, self.early, choice.amounts)
 
-    def at(self, groups: Sequence[SavingLevels], level: Sequence[int]) -> list[MemoryPlan]:
-        """The memory of each rank on levels of groups."""
-        return self.plans(_limits(groups, level), _amounts(groups, level))
-
-    def plans(self, limits: Limits, amounts: Amounts) -> list[MemoryPlan]:
+    def plans(self, choice: _MemoryChoice) -> list[MemoryPlan]:
         """The memory of each rank."""
-        key = (self.early, *sorted(limits.items()), *sorted(amounts.items()))
+        amounts = (item for item in choice.amounts.items() if item[1])
+        key = (self.early, *sorted(choice.limits.items()), *sorted(amounts))
         if key not in self._plans:
-            module = self.module(limits, amounts)
+            module = self.module(choice)
             self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
         return self._plans[key]
 
@@ -156,47 +181,46 @@ class _Trials:
         return min((plans[rank] for plans in self._plans.values()), key=lambda plan: plan.peak)
 
 
-def _limits(groups: Sequence[SavingLevels], level: Sequence[int]) -> Limits:
+def _at(groups: Sequence[SavingLevels], level: Sequence[int]) -> _MemoryChoice:
+    """The choice on levels of groups."""
     limits: dict[str, int] = {}
+    amounts: dict[int, int] = {}
     for group, index in zip(groups, level, strict=True):
         limits.update(group.limits[index])
-    return limits
+        amounts.update(dict.fromkeys(group.ranks, group.amounts[index]))
+    return _MemoryChoice(limits, amounts)
 
 
-def _fastest(
-    chosen: Limits,
-    amounts: Amounts,
-    vjps: Mapping[str, Vjp],
-    tradeoffs: Mapping[str, Tradeoff],
-    memory: Sequence[int],
-    trials: _Trials,
-    costs: Costs,
-) -> Limits:
-    """The fastest of the chosen limits, and of those that all forwards share and that fit."""
-    candidates = [chosen]
+def _shared(tradeoffs: Mapping[str, Tradeoff]) -> Iterator[Limits]:
+    """The limits that all forwards share, as shares of the way to save the least."""
     for share in SHARES:
         points = {
             name: t.points[round(share * (len(t.points) - 1))] for name, t in tradeoffs.items()
         }
-        candidates.append({name: point.saved for name, point in points.items()})
-
-    def time(limits: Limits) -> float:
-        module = trials.module(limits, amounts)
-        return round(choice_time(module, vjps, tradeoffs, limits, costs), 9)
-
-    def fits(limits: Limits) -> bool:
-        plans = trials.plans(limits, amounts)
-        return all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True))
-
-    return min(filter(fits, candidates), key=time)
+        yield {name: point.saved for name, point in points.items()}
 
 
-def _amounts(groups: Sequence[SavingLevels], level: Sequence[int]) -> Amounts:
-    return {
-        rank: group.amounts[index]
-        for group, index in zip(groups, level, strict=True)
-        for rank in group.ranks
-    }
+def _time(
+    vjps: Mapping[str, Vjp],
+    tradeoffs: Mapping[str, Tradeoff],
+    costs: Costs,
+    trials: _Trials,
+    choice: _MemoryChoice,
+) -> tuple[float, int]:
+    """The time of a choice on paper, in milliseconds, and the bytes that move."""
+    moved = sum(plan.moved for plan in trials.plans(choice))
+    module = trials.module(choice)
+    return round(choice_time(module, vjps, tradeoffs, choice.limits, costs), 9), moved
+
+
+def _search(
+    groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Trials
+) -> _MemoryChoice:
+    """The choice on the first levels of groups that fit, or on those that hold the least."""
+    level = _bisect(groups, memory, trials)
+    plans = trials.plans(_at(groups, level))
+    stuck = [group for group in groups if not _fits(group, plans, memory)]
+    return _at(groups, _scan(groups, stuck, level, memory, trials) if stuck else level)
 
 
 def _fits(group: SavingLevels, plans: Sequence[MemoryPlan], memory: Sequence[int]) -> bool:
@@ -209,7 +233,7 @@ def _bisect(groups: Sequence[SavingLevels], memory: Sequence[int], trials: _Tria
     high = [group.last for group in groups]
     trial = [0] * len(groups)
     while any(b - a > 1 for a, b in zip(low, high, strict=True)):
-        plans = trials.at(groups, trial)
+        plans = trials.plans(_at(groups, trial))
         for index, group in enumerate(groups):
             if high[index] - low[index] > 1:
                 (high if _fits(group, plans, memory) else low)[index] = trial[index]
@@ -233,7 +257,7 @@ def _scan(
             group.last * part // _PARTS if group in stuck else index
             for group, index in zip(groups, level, strict=True)
         ]
-        plans = trials.at(groups, tried)
+        plans = trials.plans(_at(groups, tried))
         for number, group in enumerate(groups):
             excess = max(0, *(plans[rank].peak - memory[rank] for rank in group.ranks))
             if group in stuck and (number not in peaks or excess < peaks[number]):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from ...ir.flops import WORK_OF_BYTE, WORK_OF_MILLISECOND
+from ...ir.flops import WORK_OF_BYTE
 from ...ir.ops import Call, Op, Return, Value, View
 from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.storage import SharedStorage
@@ -53,7 +53,7 @@ def call_time(op: Op, functions: Mapping[str, Function], costs: Costs) -> float:
     if measured is not None:
         return measured
     moved = sum(map(tensor_bytes, (*function.inputs, *function.outputs))) + function.workspace
-    return (function.flops.total + WORK_OF_BYTE * moved) / WORK_OF_MILLISECOND
+    return costs.estimate(function.flops.total + WORK_OF_BYTE * moved)
 
 
 @dataclass(frozen=True)

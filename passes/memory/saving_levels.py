@@ -8,9 +8,10 @@ of each than a late one.
 A price is in milliseconds. Where the forward of a derivative has been measured, its work takes that
 time, and else that of an accelerator.
 
-On a rank with a device, tensors may also rest on its host. Where copies are done while a tensor
-rests, its bytes have no price, so such tensors move first. Others have that of the link: two copies
-for each byte.
+On a rank with a device, tensors may also rest on its host. A byte that moves has the price of two
+copies in the device's memory: computing again what costs less comes first, such as sums and norms.
+Where the copies are not done while a tensor rests, the time of the link comes on top. The link is
+one for the whole step, so `Offload` says how many tensors it carries.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
+from ...ir.flops import WORK_OF_COPIED_BYTE
 from ...ir.ops import Call
 from ...ir.ops.module import Module, Vjp
 from ...ir.pipeline.costs import Costs
@@ -48,6 +50,10 @@ class SavingLevels:
     def last(self) -> int:
         return len(self.limits) - 1
 
+    def moving(self) -> SavingLevels:
+        """Levels on which more and more moves to hosts, and nothing is computed again."""
+        return SavingLevels(self.ranks, ({},) * (ALL + 1), tuple(range(ALL + 1)))
+
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -62,9 +68,18 @@ class HostMemory:
     costs: Costs = field(default_factory=Costs)
 
     @property
+    def load(self) -> Fraction:
+        """The milliseconds for which a byte occupies the device on its way to the host and back."""
+        return 2 * Fraction(self.costs.estimate(WORK_OF_COPIED_BYTE))
+
+    @property
     def price(self) -> Fraction:
-        """The milliseconds in which a byte goes to the host and back."""
-        return 2 * Fraction(self.costs.host.time(1 << 30)) / (1 << 30)
+        """The milliseconds that a byte costs if nothing hides its way to the host and back."""
+        return self.load + 2 * Fraction(self.costs.host.time(1 << 30)) / (1 << 30)
+
+    def without_moves(self) -> HostMemory:
+        """The same costs where nothing may move."""
+        return HostMemory(costs=self.costs)
 
 
 NO_HOSTS = HostMemory()
@@ -102,9 +117,9 @@ def saving_levels(
             name: max(uses[rank].get(name, _ForwardUse(0, 0)) for rank in ranks)
             for name in sorted(names)
         }
-        price = hosts.price if hosts.ranks >= ranks else None
+        prices = (hosts.load, hosts.price) if hosts.ranks >= ranks else None
         times = {name: work_time(vjps[name], tradeoffs[name], hosts.costs) for name in most}
-        levels.append(SavingLevels(tuple(sorted(ranks)), *_levels(most, tradeoffs, times, price)))
+        levels.append(SavingLevels(tuple(sorted(ranks)), *_levels(most, tradeoffs, times, prices)))
     return sorted(levels, key=lambda level: level.ranks)
 
 
@@ -166,7 +181,7 @@ def _levels(
     uses: Mapping[str, _ForwardUse],
     tradeoffs: Mapping[str, Tradeoff],
     times: Mapping[str, Fraction],
-    moving: Fraction | None,
+    moving: tuple[Fraction, Fraction] | None,
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[int, ...]]:
     """The limits and amounts of each level: one step of the least price after the other.
 
@@ -177,13 +192,15 @@ def _levels(
         uses: of each derivative.
         tradeoffs: of each derivative.
         times: the milliseconds of a unit of the work of each.
-        moving: the price of a byte that moves late; None where nothing may move.
+        moving: the prices of a byte that moves, if its copies are done while it rests, and if not;
+            None where nothing may move.
     """
     steps: list[tuple[Fraction, str, Sequence[int]]] = []
     if moving is not None:
         often = max(Fraction(use.calls, max(1, use.held)) for use in uses.values())
-        steps.append((Fraction(-1), "", range(1, HIDDEN + 1)))
-        steps.append((moving * often, "", range(HIDDEN + 1, ALL + 1)))
+        hidden, late = moving
+        steps.append((hidden * often, "", range(1, HIDDEN + 1)))
+        steps.append((late * often, "", range(HIDDEN + 1, ALL + 1)))
     for name, use in uses.items():
         points = tradeoffs[name].points
         for more, less in pairwise(_hull(points)):

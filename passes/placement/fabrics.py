@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...ir.ops.module import Channel, Module
+from ...ir.pipeline.device_speed import DeviceSpeed
 from ...ir.types import DType, Place
 
 HOST = "cpu"
@@ -39,11 +40,13 @@ class Fabrics:
         reduces: the element types that these transports reduce, with `+` between them.
         rendezvous: the transports, with `+` between them, that do the messages of a rank one after
             the other, each once its other end is posted.
+        speed: what is assumed of all devices, where nothing is measured.
     """
 
     ranks: str = ""
     reduces: str = ""
     rendezvous: str = ""
+    speed: DeviceSpeed = field(default_factory=DeviceSpeed)
 
     def of_rank(self, rank: int) -> str | None:
         """The transport of a rank's device, if it has one."""

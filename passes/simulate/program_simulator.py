@@ -42,7 +42,8 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     stage, is a whole backward and takes `tb + tw`.
 
     After each call its rank is idle for `costs.overhead`, and before each send, collective or copy
-    to or from the host for `costs.post`. All other ops take no time. A message takes the time that
+    to or from the host for `costs.post`; with `costs.speed` a copy occupies it for its use of
+    memory, too. All other ops take no time. A message takes the time that
     the link of its channel, or else `costs.link`, gives for its bytes. Without links, a message
     from a task to ranks of another stage takes `tcomm`, a gather of stored parameters takes
     `tgather`, a reduction of their gradients takes `treduce`, and other messages take no time. A
@@ -126,7 +127,9 @@ def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
     def time(op: Op) -> float:
         if isinstance(op, Call):
             return work.get(id(op), 0.0) + costs.overhead
-        return costs.post if isinstance(op, Send | Collective | CopyStart) else 0.0
+        if isinstance(op, CopyStart):
+            return costs.copy_load(tensor_bytes(op.result.type))
+        return costs.post if isinstance(op, Send | Collective) else 0.0
 
     return time
 

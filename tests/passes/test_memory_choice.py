@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 from cg.ir.ops.clone import clone
 from cg.ir.ops.module import Module
-from cg.ir.pipeline.costs import Costs
+from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from cg.ir.types import DType, TensorType
 from cg.passes import schedules
 from cg.passes.manager.manager import run_on_copy
 from cg.passes.manager.pipelines import default_pipeline
+from cg.passes.memory.choice_times import choice_time
 from cg.passes.memory.early_weights import with_early_weights
 from cg.passes.memory.fit import MemoryLimitError, fit
-from cg.passes.memory.offload import HIDDEN
+from cg.passes.memory.offload import ALL, HIDDEN, Offload
 from cg.passes.memory.saving_levels import HostMemory, saving_levels
+from cg.passes.placement.fabrics import Fabrics
 from cg.passes.schedules import Pipeline, validate
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import simulate_programs
@@ -37,11 +39,35 @@ LAYERS = 4
 
 @dataclass
 class Pipe:
-    """A pipeline whose stages have layers of random size, and its step."""
+    """A pipeline whose stages have layers of random size, and its step.
+
+    Attributes:
+        link: to the host of each rank's device; None: ranks have no devices.
+    """
 
     module: Module
     schedule: schedules.Schedule
     tradeoffs: Mapping[str, Tradeoff]
+    link: Link | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The times of functions that compute nothing again, and the link."""
+        functions = {}
+        for name, tradeoff in self.tradeoffs.items():
+            vjp = self.module.vjps[name]
+            functions[vjp.forward] = float(tradeoff.work)
+            functions[vjp.backward] = float(2 * tradeoff.work)
+        return Costs(functions=functions, host=self.link or Link(), speed=4e11)
+
+    @property
+    def hosts(self) -> HostMemory:
+        return HostMemory(frozenset(range(self.module.world)), self.costs)
+
+    def chosen_time(self, limits: Mapping[str, int], amounts: Mapping[int, int]) -> float:
+        """On paper, in milliseconds, as the choice counts it."""
+        module = self.compiled(limits, amounts=amounts)
+        return choice_time(module, self.module.vjps, self.tradeoffs, limits, self.costs)
 
     def compiled(
         self,
@@ -49,7 +75,6 @@ class Pipe:
         early: frozenset[int] = frozenset(),
         amounts: Mapping[int, int] = MappingProxyType({}),
     ) -> Module:
-        assert not any(amounts.values()), "no rank has a device"
         module = clone(self.module)
         for name, tradeoff in self.tradeoffs.items():
             size = limits.get(name, tradeoff.most)
@@ -62,7 +87,14 @@ class Pipe:
                 inputs = (saved, backward.inputs[1])
                 function = module.functions[str(section)]
                 module.functions[function.name] = replace(function, inputs=inputs)
-        pipeline = default_pipeline(with_early_weights(self.schedule, early))
+        schedule, ranks = with_early_weights(self.schedule, early), range(module.world)
+        if self.link is None:
+            assert not any(amounts.values()), "no rank has a device"
+            return run_on_copy(default_pipeline(schedule), module)[0]
+        listed = "+".join(str(amounts.get(rank, 0)) for rank in ranks)
+        offload = Offload(amounts=listed if any(amounts.values()) else "", costs=self.costs)
+        fabrics = Fabrics("+".join("fake" for _ in ranks))
+        pipeline = default_pipeline(schedule, fabrics=fabrics, offload=offload)
         return run_on_copy(pipeline, module)[0]
 
     def time(self, module: Module, limits: Mapping[str, int]) -> float:
@@ -113,6 +145,71 @@ def test_no_choice_that_stages_share_is_faster(
     assert max(pipe.peaks(module)) <= memory
     best = min(time for peak, time in uniform if peak <= memory)
     assert pipe.time(module, chosen.limits) <= best * (1 + 1e-9)
+
+
+@examples(100)
+@given(
+    seed=st.integers(0, 10**9),
+    share=st.floats(0.1, 0.95),
+    bandwidth=st.floats(-9, -4).map(lambda power: 10**power),
+)
+def test_no_choice_that_only_moves_or_only_computes_again_is_faster(
+    seed: int, share: float, bandwidth: float, pipeline_module: Make
+) -> None:
+    """From links that carry a byte in a step to those that carry everything."""
+    pipe = replace(draw_pipe(seed, pipeline_module), link=Link(0.0, bandwidth))
+    least = {name: tradeoff.least for name, tradeoff in pipe.tradeoffs.items()}
+    most, little = (max(pipe.peaks(pipe.compiled(limits))) for limits in ({}, least))
+    memory = [int(little + share * (most - little))] * pipe.module.world
+    given = pipe.module.vjps, pipe.tradeoffs, memory, pipe.compiled, False
+    chosen = fit(*given, pipe.hosts)
+    assert max(pipe.peaks(pipe.compiled(chosen.limits, amounts=chosen.amounts))) <= memory[0]
+    again = fit(*given, pipe.hosts.without_moves())
+    assert not any(again.amounts.values())
+    times = [pipe.chosen_time(again.limits, {})]
+    for amount in range(ALL + 1):
+        amounts = dict.fromkeys(range(pipe.module.world), amount)
+        if max(pipe.peaks(pipe.compiled({}, amounts=amounts))) <= memory[0]:
+            times.append(pipe.chosen_time({}, amounts))
+    assert pipe.chosen_time(chosen.limits, chosen.amounts) <= min(times) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("bandwidth", "moves"), [(1e-12, False), (1e6, True)])
+def test_the_link_of_a_step_says_whether_tensors_move(
+    pipeline_module: Make, bandwidth: float, moves: bool
+) -> None:
+    """Three stages of one rank, and forwards whose work is dear."""
+    module = pipeline_module(1, 1, [0, 0, 0])
+    tradeoff = Tradeoff((SavingPoint(4096, 0), SavingPoint(64, 50)), 100)
+    names = [f"stage{stage}.forward.vjp" for stage in range(3)]
+    tradeoffs = dict.fromkeys(names, tradeoff)
+    pipe = Pipe(module, schedules.by_name("1f1b"), tradeoffs, Link(0.0, bandwidth))
+    peak = max(pipe.peaks(pipe.compiled({})))
+    chosen = fit(module.vjps, pipe.tradeoffs, [int(0.9 * peak)], pipe.compiled, False, pipe.hosts)
+    compiled = pipe.compiled(chosen.limits, amounts=chosen.amounts)
+    assert bool(memory_plan(compiled, 0).moved) == moves
+    assert bool(chosen.limits) != moves
+
+
+def test_copies_share_the_link(pipeline_module: Make) -> None:
+    """As many tensors move as the link carries in the whole step, and not all that could alone."""
+    module = pipeline_module(1, 1, list(range(1)) * 8)
+    tradeoff = Tradeoff((SavingPoint(4000, 0), SavingPoint(64, 50)), 100)
+    names = [f"stage{stage}.forward.vjp" for stage in range(8)]
+    moved = {}
+    for milliseconds in (0.1, 90.0, 250.0, 1e9):
+        pipe = Pipe(
+            module,
+            schedules.by_name("1f1b"),
+            dict.fromkeys(names, tradeoff),
+            Link(0.0, 4000 / (milliseconds * 1e6)),
+        )
+        plan = memory_plan(pipe.compiled({}, amounts={0: HIDDEN}), 0)
+        moved[milliseconds] = plan.moved // 4000
+        plain = simulate_programs(pipe.compiled({}), pipe.costs).makespan
+        there = simulate_programs(pipe.compiled({}, amounts={0: HIDDEN}), pipe.costs).makespan
+        assert there == pytest.approx(plain, rel=1e-6)
+    assert moved[0.1] >= moved[90.0] > moved[250.0] > moved[1e9] == 0
 
 
 def test_levels_of_ranks_without_a_shared_forward_are_apart(pipeline_module: Make) -> None:
