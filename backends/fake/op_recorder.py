@@ -92,7 +92,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meta_args, meta_kwargs = tree_map_only(
             torch.Tensor, lambda t: on_host(t).to("meta"), (args, _on(kwargs, torch.device("meta")))
         )
-        results = _as_kernels_do(func, func(*meta_args, **meta_kwargs))
+        results = _as_kernels_do(func, meta_args, func(*meta_args, **meta_kwargs))
         outputs = tree_map_only(torch.Tensor, self.pool.blank, results)
         if "empty" not in func.name():
             targets = tree_leaves(self._by_address(outputs))
@@ -121,11 +121,24 @@ _SET: Any = torch.ops.aten.set_
 """Says where a tensor lies in memory."""
 
 
-def _as_kernels_do(func: Any, results: Any) -> Any:
+_NORMS: Any = {
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten.native_group_norm.default: 1,
+}
+"""Norms, with the index of their weight."""
+
+
+def _as_kernels_do(func: Any, args: Any, results: Any) -> Any:
     """The results of an operation on the device `meta`, with element types of the host's kernel.
 
-    For float64, torch 2.11 makes a float32 logsumexp on `meta`, and a float64 one on the host.
+    For float64, torch 2.11 makes a float32 logsumexp on `meta`, and a float64 one on the host. The
+    statistics of norms have the type of the weight on the host, or else that of what is normed.
     """
+    if func in _NORMS:
+        output, *statistics = results
+        weight = args[_NORMS[func]]
+        dtype = args[0].dtype if weight is None else weight.dtype
+        return output, *(value.to(dtype) for value in statistics)
     if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return results
     output, logsumexp = results
