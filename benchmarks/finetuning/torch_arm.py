@@ -108,8 +108,8 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> Step:
 
     With `--once` weights stay gathered from the first microbatch to the last, and gradients are
     reduced behind the last. Otherwise each forward and each backward gathers them, and each
-    backward reduces. With `--float8` linear layers but the head are torchao's, which are gathered in
-    float8; their scales are computed for all of them behind the update.
+    backward reduces. With `--float8` linear layers but the head are torchao's, which are gathered
+    in float8; their scales are computed for all of them behind the update.
     """
     model = load(args).to(device)
     rescale = float8_layers(model, device) if args.float8 else None
