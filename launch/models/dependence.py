@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...tracer.method.constants.constant_values import ConstantValues
 from ...tracer.method.experts.expert_products import static_form
+from ...tracer.values.operators import written_values
 
 _OF_SHAPE_ALONE = frozenset(
     {
@@ -81,7 +82,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         func, args, kwargs = self._constants.static_form(*static_form(func, args, kwargs or {}))
         results = func(*args, **kwargs)
-        self._constants.note(func, args, kwargs, results)
+        self._constants.note(func, args, kwargs, results, written_values(func, args, kwargs))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=results))

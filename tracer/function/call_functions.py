@@ -104,12 +104,13 @@ class CallFunctions(ABC, Generic[AnySection]):
         """
         target, call, joint = self.target, self.call, self.joint
         section = self.forward()
-        self._refuse_history(held(section.reads))
+        reads = held(section.reads)
+        self._refuse_history(reads)
         part = self._forward(section, name)
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
-            guard = build_guard(call, joint.reads, held(section.reads), who, target.method)
+            guard = build_guard(call, joint.reads, reads, who, target.method)
         changed = memory_of((*written_state(joint), *replaced_state(joint)))
         return TracedFunction(
             part.declaration,
@@ -123,7 +124,7 @@ class CallFunctions(ABC, Generic[AnySection]):
             reaching=joint.reaching,
             operators=partial(operator_text, joint),
             refers=_paths(joint.tensors[index] for index in joint.referred),
-            changes=_paths(t for t in joint.tensors if _memory([t]) & changed),
+            changes=_paths(t for t in joint.tensors if changed and _memory([t]) & changed),
         )
 
     def derivative(

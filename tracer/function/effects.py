@@ -37,6 +37,8 @@ class Effects:
         backward.
         """
         memory = self._updated.union(*(self._replaced_by.get(w.function, ()) for w in between))
+        if not memory:
+            return frozenset()
         return frozenset(
             index
             for index, state in enumerate(joint.tensors)

@@ -67,6 +67,8 @@ def _last_uses(
 
 
 def _memories(node: fx.Node) -> Memories:
-    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    value = node.meta.get("val")
+    leaves = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     keyed = [(storage_key(tensor), tensor) for tensor in tensors]
     return [(key, tensor.untyped_storage().nbytes()) for key, tensor in keyed if key is not None]

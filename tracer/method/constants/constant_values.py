@@ -7,7 +7,7 @@ values that are not 0, they are computed, and the operator is traced with that n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...values.operators import is_random, storage_key, written_values
+from ...values.operators import is_random, storage_key
 
 LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 """Operators that `torch.tensor([...])` applies to the numbers it was given."""
@@ -77,11 +77,18 @@ class ConstantValues:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             return self._value(tensor) is not None
 
-    def note(self, operator: torch._ops.OpOverload, args: Any, kwargs: Any, results: Any) -> None:
-        """Note a call of an operator, and what it has given."""
-        written = [t for t in written_values(operator, args, kwargs) if torch.is_tensor(t)]
-        self._written.update(map(storage_key, written))
-        if written or not _is_exact(operator, args, kwargs, results):
+    def note(
+        self,
+        operator: torch._ops.OpOverload,
+        args: Any,
+        kwargs: Any,
+        results: Any,
+        written: Iterable[Any],
+    ) -> None:
+        """Note a call of an operator, what it has given, and what it has written to."""
+        tensors = [value for value in written if isinstance(value, torch.Tensor)]
+        self._written.update(map(storage_key, tensors))
+        if tensors or not _is_exact(operator, args, kwargs, results):
             return
         lifts = operator._schema.name in LIFTS
         if all(lifts or id(tensor) in self._calls for tensor in _tensors((args, kwargs))):
@@ -109,12 +116,14 @@ class ConstantValues:
 def _is_exact(operator: torch._ops.OpOverload, args: Any, kwargs: Any, results: Any) -> bool:
     """Whether a call gives integers or booleans that its arguments alone determine."""
     return (
-        operator.namespace in ("aten", "prims")
+        not any(t.is_floating_point() or t.is_complex() for t in _tensors(results))
+        and operator.namespace in ("aten", "prims")
         and "empty" not in operator._schema.name
         and not is_random(operator, args, kwargs)
-        and not any(t.is_floating_point() or t.is_complex() for t in _tensors(results))
     )
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: Any) -> Iterable[torch.Tensor]:
+    if isinstance(values, torch.Tensor):  # as most operators give
+        return (values,)
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

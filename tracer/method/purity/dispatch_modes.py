@@ -103,15 +103,21 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        func, args, kwargs = self.constants.static_form(*static_form(func, args, kwargs or {}))
+        # Torch functions have their modes off here in the forward; the backward has them on.
+        with torch._C.DisableTorchFunction():
+            return self._note(func, args, kwargs or {})
+
+    def _note(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        func, args, kwargs = self.constants.static_form(*static_form(func, args, kwargs))
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        written = list(written_values(func, args, kwargs))
         if not self.backward:
             self.functions.note_operator()
-            self.check(_flat((*args, *kwargs.values())), written_values(func, args, kwargs))
+            self.check(_flat((*args, *kwargs.values())), written)
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
-        self._note_writes(func, args, kwargs)
+        self._note_writes(func, written)
         nodes = nodes_so_far()
         # Finding lines takes time. A second run, which makes no graph, uses those of the first.
         location = None if nodes is None else self._location()
@@ -124,7 +130,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             note_refusal(error)
             raise
-        self.constants.note(func, args, kwargs, result)
+        self.constants.note(func, args, kwargs, result, written)
         if location is not None:
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
                 self.locations[node.name] = location
@@ -169,8 +175,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drawn.note(number, func, result)
         return result
 
-    def _note_writes(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
-        for value in written_values(func, args, kwargs):
+    def _note_writes(self, func: torch._ops.OpOverload, written: Iterable[Any]) -> None:
+        for value in written:
             if not isinstance(value, torch.Tensor):
                 continue
             key = storage_key(value)
@@ -243,10 +249,10 @@ class FunctionGuard(TorchFunctionMode):
         rows = self._rows.answer(func, args, kwargs or {}, self.run)
         if rows is not UNHANDLED:
             return rows
-        answer = asserted(func, args, sys._getframe(1), self.run)
-        if answer is not None:
-            return answer
         if func in _REFUSED:
+            answer = asserted(func, args, sys._getframe(1), self.run)
+            if answer is not None:
+                return answer
             reason, remedy = _REFUSED[func]
             if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
                 remedy = "pass validate_args=False to the distribution, which checks values; else "

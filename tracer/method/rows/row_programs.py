@@ -13,7 +13,7 @@ In between each row is computed by itself, perhaps with the weights of its class
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -74,7 +74,7 @@ class RowPrograms:
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
         """The result of a torch function; `UNHANDLED` if it has nothing to do with such rows."""
         name = name_of(function)
-        if any(isinstance(leaf, RowValue) for leaf in tree_leaves((args, kwargs))):
+        if _hold_rows(args) or (kwargs and _hold_rows(kwargs.values())):
             return self._of_rows(name, function, args, kwargs, run)
         if self._loop is not None:
             return self._in_loop(name, function, args, kwargs, run)
@@ -359,6 +359,22 @@ class RowPrograms:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 0
+
+
+def _hold_rows(arguments: Iterable[Any]) -> bool:
+    """True if a `RowValue` is among arguments, or in their tuples, lists and dicts.
+
+    Every torch function of a method is asked, and torch's own walk takes ten times as long.
+    """
+    for argument in arguments:
+        if isinstance(argument, RowValue):
+            return True
+        if isinstance(argument, tuple | list):
+            if _hold_rows(argument):
+                return True
+        elif isinstance(argument, dict) and _hold_rows(argument.values()):
+            return True
+    return False
 
 
 def _is_in_tolist(frame: FrameType | None) -> bool:
