@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -118,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.setdefault("CG_DEVICE", "cpu")
     os.environ["CG_CACHE"] = ""  # tests of the cache say otherwise
+    gc.set_threshold(*warm.THRESHOLDS)  # what collecting tests makes stays
     times = config.getoption("--times")
     if times is not None:
         count = NAMED * times
@@ -215,15 +217,14 @@ def left_out_of_grids(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 def pytest_collection_finish() -> None:
     """Spare the collector what lives as long as the process: torch, and the tests themselves.
 
-    Searches through what is left are rarer, too: together they took an eighth of the time. Tests
-    that run side by side have a thread each: of tensors as small as theirs, a second one takes
-    nothing but another test's core.
+    Together with rarer searches through what is left, that saves an eighth of the time. Tests that
+    run side by side have a thread each: of tensors as small as theirs, a second one takes nothing
+    but another test's core.
     """
     if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*warm.THRESHOLDS)
 
 
 def longest_first(items: list[pytest.Item]) -> None:
@@ -249,7 +250,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def starts_jobs(nodeid: str) -> bool:
     """True if a test, or those of a file, may start processes under mpirun."""
-    file = PurePosixPath(file_of(nodeid))
+    return _starts_jobs(file_of(nodeid))
+
+
+@functools.cache
+def _starts_jobs(name: str) -> bool:
+    file = PurePosixPath(name)
     return file.parts[1] in ("mpi", "examples", "gpu") or file.name == "test_jobs.py"
 
 

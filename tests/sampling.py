@@ -87,11 +87,19 @@ def covering(cases: Sequence[Mapping[str, object]], times: int) -> list[int]:
     keyed = [[(name, id(value)) for name, value in case.items()] for case in cases]
     there = Counter(key for keys in keyed for key in keys)
     wanted = {key: min(times, count) for key, count in there.items()}
+    holders: dict[tuple[str, int], list[int]] = {}
+    for number, keys in enumerate(keyed):
+        for key in keys:
+            holders.setdefault(key, []).append(number)
+    values = [sum(wanted[key] > 0 for key in keys) for keys in keyed]  # still wanted, by case
     left, chosen = list(range(len(cases))), []
     while any(wanted.values()):
-        best = max(left, key=lambda number: sum(wanted[key] > 0 for key in keyed[number]))
+        best = max(left, key=values.__getitem__)
         left.remove(best)
         chosen.append(best)
         for key in keyed[best]:
+            if wanted[key] == 1:
+                for number in holders[key]:
+                    values[number] -= 1
             wanted[key] = max(0, wanted[key] - 1)
     return sorted(chosen)

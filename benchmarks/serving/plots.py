@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 
 def draw(ratios: dict[str, dict[str, Any]], out: Path) -> list[Path]:
     """One picture for each figure; arms without an effect are grey."""
+    import matplotlib  # takes a second, which tests of the benchmark save
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     out.mkdir(exist_ok=True)
-    made = []
+    files = []
     for name in next(iter(ratios.values()), {}):
         arms = list(ratios)
         rows = [ratios[arm][name] for arm in arms]
@@ -28,7 +28,7 @@ def draw(ratios: dict[str, dict[str, Any]], out: Path) -> list[Path]:
         axes.invert_yaxis()
         axes.set_xlabel(f"{name}, ratio to base (95 % interval)")
         figure.tight_layout()
-        made.append(out / (name.replace(": ", "-").replace(" ", "-") + ".svg"))
-        figure.savefig(made[-1])
+        files.append(out / (name.replace(": ", "-").replace(" ", "-") + ".svg"))
+        figure.savefig(files[-1])
         pyplot.close(figure)
-    return made
+    return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,11 @@ from examples.serve.transports import loop_factory
 from .fake_engine import TINY
 
 CONFIG = Qwen2Config(num_hidden_layers=8, max_position_embeddings=2048)
-MODEL = open_model(CONFIG)
+
+
+@functools.cache
+def model() -> Model:
+    return open_model(CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +57,7 @@ def found(words: argparse.Namespace, features: Features) -> Options:
     """The engine's options on two ranks of a host with two cores each."""
     hardware = Hardware("cpu", 64 << 30, 2, has_triton=False)
     sizes = ranks.given_sizes(words, features)
-    choice = choose(hardware, MODEL, torch.float32, sizes)
+    choice = choose(hardware, model(), torch.float32, sizes)
     return ranks.options(choice.options, words, features)
 
 
