@@ -70,12 +70,12 @@ def measure(case: str, repeats: int, imported: bool) -> list[float]:
                 x = stage.forward(x)
             cg.backward(stages[-1].loss(x))
 
-    found = []
+    seconds = []
     for _ in range(repeats):
         start = time.process_time()
         step.lower(torch.randn(8, SMALL.sequence, SMALL.width))
-        found.append(time.process_time() - start)
-    return found
+        seconds.append(time.process_time() - start)
+    return seconds
 
 
 def in_process(case: str, checkout: Path, repeats: int, imported: bool = False) -> list[float]:
@@ -115,17 +115,18 @@ def main() -> None:
                 times[name].append(in_process(case, checkout, args.repeats))
                 imported[name] += in_process(case, checkout, 1, imported=True)
         for name, runs in times.items():
-            found = (
+            medians = (
                 statistics.median(run[0] for run in runs),
                 statistics.median(imported[name]),
                 statistics.median(second for run in runs for second in run[1:]),
             )
-            rows.append({"case": case, "checkout": name, **dict(zip(columns, found, strict=True))})
-            print(f"{case:<24}{name:<8}" + "".join(f"{each:>10.2f}" for each in found))
+            named = dict(zip(columns, medians, strict=True))
+            rows.append({"case": case, "checkout": name, **named})
+            print(f"{case:<24}{name:<8}" + "".join(f"{median:>10.2f}" for median in medians))
         if args.base:
             here, base = rows[-2:]
             ratios = [float(str(base[key])) / float(str(here[key])) for key in columns]
-            print(f"{case:<24}{'ratio':<8}" + "".join(f"{each:>10.1f}" for each in ratios))
+            print(f"{case:<24}{'ratio':<8}" + "".join(f"{ratio:>10.2f}" for ratio in ratios))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -59,7 +59,7 @@ class Pages:
         return self._by_blocks(self.pools[layer])
 
     def exponents_of(self, layer: int) -> Tensor | None:
-        """Those of a layer by blocks, [blocks, size, kv heads, 2]; None if it has plain numbers."""
+        """A layer's exponents by blocks, uint8 [blocks, size, kv heads, 2]; None if it has none."""
         return self._by_blocks(self.exponents[layer]) if layer in self.exponents else None
 
     def _by_blocks(self, entries: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def attend_parts(
     chosen: Callable[..., Any] = getattr(
         torch.ops.cg_paged, _name(exponents is not None, mask is not None)
     )
-    optional = [[] if each is None else [each] for each in (exponents, mask)]
+    optional = [[] if operand is None else [operand] for operand in (exponents, mask)]
     out, statistics = chosen(query, pool, *optional[0], tables, last, *optional[1], scale, cap)
     return out, statistics
 
@@ -147,7 +147,7 @@ class OnePart:
         if self.cap or query.device.type != "cpu":
             return self._by_products(query, keys, values, mask)
         widest = max(keys.shape[-1], values.shape[-1])  # the kernel takes one width
-        padded = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, keys, values))
+        padded = (F.pad(t, (0, widest - t.shape[-1])) for t in (query, keys, values))
         out, statistics = _KERNEL(*padded, 0.0, False, attn_mask=mask, scale=self.scale)
         return out[..., : values.shape[-1]], statistics
 
@@ -203,6 +203,7 @@ def _each_part(is_float8: bool, has_mask: bool) -> Callable[..., tuple[Tensor, T
 
 
 def _shapes(query: Tensor, pool: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Empty results of the shapes and the types that `attend_parts` gives."""
     shape = len(pool), *query.shape[:-1]
     width = pool.shape[-1] - query.shape[-1]
     return query.new_empty(*shape, width), query.new_empty(shape, dtype=torch.float32)

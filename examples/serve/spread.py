@@ -41,7 +41,7 @@ class SpreadPages(Pages):
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Those of the ranks, int64 [ranks, 1]."""
+        """The numbers of the ranks, int64 [ranks, 1]."""
         return torch.arange(self.ranks, device=self.positions.device)[:, None]
 
     @cached_property

@@ -167,14 +167,13 @@ def _correspond(values: Sequence[Value], others: Sequence[Value], here: dict[Val
 def _declared_alike(chan: int | None, other: int | None, channels: Mapping[int, Channel]) -> bool:
     if chan is None or other is None:
         return chan is other
-    one, two = channels.get(chan), channels.get(other)
-    if one is None or two is None:
+    first, second = channels.get(chan), channels.get(other)
+    if first is None or second is None:
         return False
-    return (one.collective, one.via, one.traffic, one.slots, one.slot_bytes, len(one.ranks)) == (
-        two.collective,
-        two.via,
-        two.traffic,
-        two.slots,
-        two.slot_bytes,
-        len(two.ranks),
-    )
+    return _declaration(first) == _declaration(second)
+
+
+def _declaration(channel: Channel) -> tuple[object, ...]:
+    """The properties of a channel that those of ranks which are alike share."""
+    properties = (channel.collective, channel.via, channel.traffic)
+    return (*properties, channel.slots, channel.slot_bytes, len(channel.ranks))

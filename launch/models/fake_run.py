@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ...tracer.errors import TraceError, UnknownRowsError
+from ...tracer.function_runs import run_plainly
 from ...tracer.method.assertions.assertions import asserted
 from ...tracer.method.attention.varlen_calls import attention_traced
 from ...tracer.method.purity.as_eager import compiled_as_eager
 from ...tracer.method.purity.randomness import draws_bounded
-from ...tracer.method.rows.class_loops import plainly
 from ...tracer.method.rows.row_programs import UNHANDLED, RowPrograms
 from ...tracer.source import traceback_location
 from ...tracer.values.actor_state import reach
@@ -113,7 +113,7 @@ class _StaticCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = self._rows.answer(func, args, kwargs, plainly)
+        result = self._rows.answer(func, args, kwargs, run_plainly)
         if result is not UNHANDLED:
             return result
         held = asserted(func, args, sys._getframe(1), lambda *_: None)

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 from ...ir.location import Location
 from ..error_translation import call_user, translate
 from ..errors import TraceError, refusals_raised
+from ..function_runs import Run, run_plainly
 from ..lazy import Lazy
 from ..values.interface import TracedCall, result_spec
 from ..values.operators import storage_key
@@ -36,14 +37,7 @@ from .float8.linear import in_float8
 from .joint_graph import Joint, JointNodes
 from .node_memory import memory_of, sharing, state_references
 from .purity.changes import Rebind, sort_changes
-from .purity.dispatch_modes import (
-    FunctionGuard,
-    OpRecorder,
-    Run,
-    nodes_so_far,
-    nothing_to_check,
-    run_plainly,
-)
+from .purity.dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, nothing_to_check
 from .purity.function_log import FunctionLog
 from .purity.op_log import OpLog
 from .purity.randomness import random_state_watched

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ....ir.location import Location
+from ...function_runs import Run
 
 _Position: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 _ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
@@ -64,9 +65,6 @@ class AssertedNumber:
 
     def __ne__(self, other: Any) -> Any:
         return self._compare(operator.ne, other)
-
-
-Run: TypeAlias = Callable[..., Any]
 
 
 def asserted(

@@ -29,8 +29,13 @@ def attention(
     """The result of `scaled_dot_product_attention`, with a dropout whose mask follows from a key.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as torch's function
-            takes them.
+        query, key, value: `[..., S, E]`, `[..., T, E]` and `[..., T, F]`, of one floating-point
+            type.
+        attn_mask: bool or added to scores; broadcast to `[..., S, T]`.
+        dropout_p, is_causal, scale, enable_gqa: as torch's function takes them.
+
+    Returns:
+        `[..., S, F]`, of the type of `query`.
     """
     query, key, value = map(_under_autocast, (query, key, value))
     attn_mask = None if attn_mask is None else _under_autocast(attn_mask)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from ...function_runs import run_plainly
 from ...values.actor_state import collect
 from ...values.float8_layers import Float8Use
-from ..purity.dispatch_modes import run_plainly
 from .linear import in_float8
 
 

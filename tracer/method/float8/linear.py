@@ -8,12 +8,13 @@ does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...function_runs import Run
 from ...values.float8_layers import Float8Recipe, Float8Use
 from ...values.operators import OperatorFunction
 from ..purity.function_log import OfGraph
@@ -118,8 +119,6 @@ class Float8Linear(OfGraph):
 
 
 FLOAT8_LINEAR = Float8Linear()
-
-Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
 def in_float8(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ....ir.location import Location
 from ...error_translation import OPAQUE_REMEDY, current_location, refusal_here
 from ...errors import TraceError, note_refusal
+from ...function_runs import Run
 from ...source import is_torch_file
 from ...values.operators import is_random, storage_key, writes_in_secret, written_values
 from ..assertions.assertions import asserted
@@ -259,15 +260,6 @@ class FunctionGuard(TorchFunctionMode):
                 remedy += OPAQUE_REMEDY
             raise refusal_here(self.shown, reason, remedy)
         return self.run(func, args, kwargs or {})
-
-
-Run: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Takes a torch function and its arguments, and gives the result."""
-
-
-def run_plainly(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function."""
-    return function(*args, **kwargs)
 
 
 def run_noted(function: Any, args: Sequence[Any]) -> Any:

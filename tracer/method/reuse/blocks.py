@@ -18,10 +18,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from ...function_runs import Run
 from ...torch_settings import settings_restored_on_failure
 from ...values.actor_state import ActorState
 from ...values.operators import is_random, storage_key
-from ..purity.dispatch_modes import OpRecorder, Run, nodes_so_far
+from ..purity.dispatch_modes import OpRecorder, nodes_so_far
 from ..purity.function_log import FunctionLog, Rerun, Unlike, form_of
 from ..purity.watch import AttributeWatch
 from ..rows.row_values import RowValue

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...function_runs import run_plainly
 from ...values.operators import storage_key
 from . import rowwise
 from .iterations import Iterations
@@ -169,13 +170,9 @@ class ClassLoop(RowValue):
             computed = rowwise.signature(rows.tree, self.iterations.words)
             self.iterations.note(rows.number, (self.iterations.words(tensor), dim, computed))
         for (_, dim), (tensor, parts) in targets.items():
-            values = rowwise.combined(self.universe, parts, plainly)
+            values = rowwise.combined(self.universe, parts, run_plainly)
             others = tuple(d for d in range(len(self.universe.shape)) if d != dim)
             tensor.add_(values.sum(others) if others else values)
-
-
-def plainly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def _numbers(frame: FrameType) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...function_runs import Run
 from . import rowwise
 from .class_loops import ClassIndex, ClassLoop, ClassMask, Occurring, OneHot
 from .iterations import Iterations
@@ -36,7 +37,7 @@ from .row_values import (
     Universe,
     refusal,
 )
-from .rowwise import Run, name_of
+from .rowwise import name_of
 
 UNHANDLED = object()
 """Stands for no answer."""

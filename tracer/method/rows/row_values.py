@@ -113,7 +113,12 @@ class Applied:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A result of a function with several."""
+    """A result of a function with several.
+
+    Attributes:
+        of: the function.
+        index: of the result.
+    """
 
     of: Applied
     index: int

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ...function_runs import Run
 from ..experts.expert_products import EXPERT_LINEAR
 from .row_values import (
     ROWS,
@@ -29,8 +30,6 @@ from .row_values import (
     refusal,
 )
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
 _OF_ELEMENTS = frozenset(
     (
         *("gelu", "silu", "relu", "relu6", "sigmoid", "tanh", "softplus", "mish", "hardswish"),
@@ -39,9 +38,10 @@ _OF_ELEMENTS = frozenset(
         *("clone", "contiguous", "detach", "neg", "add", "sub", "mul"),
     )
 )
+"""Functions that compute each element by itself, by name."""
 _PRODUCTS = frozenset(("linear", "matmul", "mm"))
-_SHAPES = frozenset(("view", "reshape", "chunk", "split", "unsqueeze"))
 _NORMS = frozenset(("layer_norm", "rms_norm"))
+"""Functions of the last dimensions, which are not that of rows."""
 _OTHERS = _NORMS | {"dropout"}
 
 
@@ -73,7 +73,7 @@ def apply(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     )
     reads = _reads(tree_leaves((args, kwargs), is_leaf=_is_value))
     if isinstance(probe, (tuple, list)):
-        return tuple(_rows(first, Item(node, i), one, reads) for i, one in enumerate(probe))
+        return tuple(_rows(first, Item(node, i), part, reads) for i, part in enumerate(probe))
     return _rows(first, node, probe, reads)
 
 
@@ -124,17 +124,16 @@ def _rows(like: Rows, tree: Tree, probe: Any, reads: tuple[Read, ...]) -> Rows:
 def _checked(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rows
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function, with dimensions that are counted from the last one."""
-    features = first.ndim - 1
+    """The arguments of a function, with dimensions that are counted from the last one.
+
+    Raises:
+        UnknownRowsError: called so, it does not compute each row by itself.
+    """
     flags = [arg for arg in args[3 if name == "dropout" else 1 :] if isinstance(arg, bool)]
     if kwargs.get("inplace") or any(flags):
         raise refusal(f"{name} writes to them in place")
     if name in _OF_ELEMENTS:
-        for other in tree_leaves((args, kwargs)):
-            if isinstance(other, Rows) and other.ndim != first.ndim:
-                raise refusal(f"{name} takes rows of {other.ndim} and of {first.ndim} dimensions")
-            if isinstance(other, torch.Tensor | OfClass) and _dims(other) > features:
-                raise refusal(f"{name} takes a tensor that has rows as well")
+        _check_dimensions(name, tree_leaves((args, kwargs)), first)
     elif name in _PRODUCTS:
         others = tree_leaves((args[1:], kwargs))
         if not isinstance(args[0], Rows) or any(isinstance(other, Rows) for other in others):
@@ -145,11 +144,7 @@ def _checked(
             raise refusal(f"{name} does not keep their dimension by a -1")
         return (args[0], tuple(sizes)), kwargs
     elif name in ("chunk", "split", "unsqueeze"):
-        dim = kwargs.get("dim", args[-1] if name == "unsqueeze" or len(args) > 2 else 0)
-        end = first.ndim + (name == "unsqueeze")
-        dim = dim - end if dim >= 0 else dim
-        if dim == -end:
-            raise refusal(f"{name} is along their dimension")
+        dim = _from_last(name, args, kwargs, first)
         return (args[:1] if name == "unsqueeze" else args[:2]), {"dim": dim}
     elif name == "dropout":
         rate, training = _dropout(args, kwargs)
@@ -166,6 +161,25 @@ def _eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | No
     position = 4 if name == "layer_norm" else 3
     eps: float | None = kwargs.get("eps", args[position] if len(args) > position else None)
     return eps
+
+
+def _check_dimensions(name: str, leaves: Sequence[Any], first: Rows) -> None:
+    """Refuse operands that are not broadcast along the dimensions of each row alone."""
+    for leaf in leaves:
+        if isinstance(leaf, Rows) and leaf.ndim != first.ndim:
+            raise refusal(f"{name} takes rows of {leaf.ndim} and of {first.ndim} dimensions")
+        if isinstance(leaf, torch.Tensor | OfClass) and _dims(leaf) >= first.ndim:
+            raise refusal(f"{name} takes a tensor that has rows as well")
+
+
+def _from_last(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Rows) -> int:
+    """The dimension that a function of shapes is along, counted from the last one."""
+    dim: int = kwargs.get("dim", args[-1] if name == "unsqueeze" or len(args) > 2 else 0)
+    end = first.ndim + (name == "unsqueeze")
+    dim = dim - end if dim >= 0 else dim
+    if dim == -end:
+        raise refusal(f"{name} is along their dimension")
+    return dim
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, bool]:
@@ -318,12 +332,12 @@ class RowGroup:
 
     def _product(self, tree: Applied) -> torch.Tensor:
         names = ("input", "weight", "bias")
-        given = dict(zip(names, tree.args, strict=False)) | tree.kwargs
-        weight, bias = given.get("weight", given.get("other")), given.get("bias")
+        operands = dict(zip(names, tree.args, strict=False)) | tree.kwargs
+        weight, bias = operands.get("weight", operands.get("other")), operands.get("bias")
         if isinstance(weight, OfClass):
-            value = self._with_own_weights(given["input"], weight, tree.name == "linear")
+            value = self._with_own_weights(operands["input"], weight, tree.name == "linear")
         else:
-            value = self.run(tree.function, (self.value(given["input"]), weight), {})
+            value = self.run(tree.function, (self.value(operands["input"]), weight), {})
         if bias is None:
             return value
         bias = self._own(bias, value.dim()) if isinstance(bias, OfClass) else bias
