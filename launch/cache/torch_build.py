@@ -81,7 +81,7 @@ class Replaced(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Space:
+class _Namespace:
     """A module or a class as it was: its names, their values, and a line for each function."""
 
     name: str
@@ -103,7 +103,7 @@ class TorchBuild:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     _digest: str = ""
-    _known: list[_Space] = field(default_factory=list)
+    _known: list[_Namespace] = field(default_factory=list)
     _kernels: frozenset[str] = frozenset()
 
     def text(self) -> str:
@@ -114,7 +114,7 @@ class TorchBuild:
         """
         known = itertools.chain(self._known, itertools.repeat(None))
         spaces = [
-            _space_now(*space, before) for space, before in zip(_spaces(), known, strict=False)
+            _namespace_now(*space, before) for space, before in zip(_spaces(), known, strict=False)
         ]
         if spaces != self._known:
             lines = "".join(space.lines for space in spaces)
@@ -128,7 +128,7 @@ class TorchBuild:
         return "\n".join([self._digest, *_surroundings(), *read])
 
 
-def _space_now(name: str, members: Mapping[str, Any], before: _Space | None) -> _Space:
+def _namespace_now(name: str, members: Mapping[str, Any], before: _Namespace | None) -> _Namespace:
     """A space as it is; the one of before, if nothing in it has changed.
 
     Raises:
@@ -141,7 +141,7 @@ def _space_now(name: str, members: Mapping[str, Any], before: _Space | None) -> 
         and _identical(values, before.values)
     ):
         return before
-    return _Space(name, names, values, "".join(_members(name, members)))
+    return _Namespace(name, names, values, "".join(_members(name, members)))
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

@@ -34,6 +34,8 @@ BYTES = 4
 """Levels of a byte in a word."""
 FLOAT8 = (8, 9)
 """The compute capability from which on devices compute with float8_e4m3fn."""
+REGISTERS = 128
+"""Of a thread that multiplies one row, at most, so that as many programs read at one time."""
 POWER = 0x4B000000
 """2**23 as float32. The kernel has it as an argument: of two constants in one operation, a compiler
 makes two instructions."""
@@ -180,6 +182,7 @@ def multiply(
         HAS_ZERO=zero is not None, IS_ZERO_PACKED=zeros.dtype is torch.int32, OFFSET=offset,
         WRAPS=zero_wraps, SEVERAL=several,
         IS_RAGGED=several * summands * tiles.inputs * tiles.inner != inputs, num_warps=tiles.warps,
+        maxnreg=REGISTERS if rows == 1 else None,
     )  # fmt: skip
     return out
 
@@ -253,9 +256,17 @@ if triton is not None:
         return ((top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _nan_marks(words):
-        """Words whose bits in NAN are set where a float8_e4m3fn of them is NaN."""
-        return (words & 0x7F7F7F7F) + 0x01010101
+    def _either(words, others):
+        return words | others
+
+    @triton.jit
+    def _nan_marks(words, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+        """A word for each four, which a thread reads at once: one register and not four.
+
+        Its bits in NAN are set where a float8_e4m3fn of the four is NaN.
+        """
+        marks = (words & 0x7F7F7F7F) + 0x01010101
+        return tl.reduce(tl.reshape(marks, [BLOCK, WIDE // 4, 4]), 2, _either)
 
     @triton.jit
     def _points(
@@ -329,7 +340,7 @@ if triton is not None:
         else:
             total = tl.zeros([BLOCK, WIDE], tl.float32)
         if IS_FLOAT:
-            marks = tl.zeros([BLOCK, WIDE], tl.int32)
+            marks = tl.zeros([BLOCK, WIDE // 4], tl.int32)
         last = inputs if OF_OUTPUTS else inputs // LEVELS
         for index in range(SEVERAL):
             step = tl.program_id(1) * SEVERAL + index
@@ -359,7 +370,7 @@ if triton is not None:
                         tl.join(_float8(packed, 1), _float8(packed, 3)),
                     )
                     numbers = tl.reshape(numbers, [BLOCK, WIDE, LEVELS])
-                    marks |= _nan_marks(packed)
+                    marks |= _nan_marks(packed, BLOCK, WIDE)
                 else:
                     if IS_SIGNED:  # from -128 on
                         packed = packed ^ -0x7F7F7F80

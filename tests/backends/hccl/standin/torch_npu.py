@@ -212,6 +212,7 @@ def _make_module() -> types.ModuleType:
     module._lazy_init = lambda: None
     module.device_count = lambda: COUNT
     module.current_device = lambda: 0
+    module.get_device_name = lambda device=None: "Ascend910B"
     module.set_device = _set_device
     module.Stream, module.Event, module.NPUGraph = Stream, Event, NPUGraph
     module.current_stream, module.set_stream = _current_stream, _set_stream
