@@ -32,10 +32,10 @@ def product_of_few(
         outputs: of the layer.
 
     Returns:
-        [..., outputs], of the dtype of `x`. None if there are more rows than `MOST`, the device has
-        no kernel, levels are places in a table, scales are no numbers as they are stored, scales or
-        words are not of whole runs of inputs and outputs, or levels of a byte do not lie one behind
-        the other.
+        [..., outputs], of the dtype of `x`. None if there are more rows than `MOST`, or if the
+        device has no kernel. None also where levels are places in a table, where scales are no
+        numbers as they are stored, and where levels of a byte do not lie one behind the other.
+        Scales and words have to be of whole runs of inputs and outputs, or it is None.
     """
     *lead, inputs = x.shape
     rows = x.numel() // inputs
