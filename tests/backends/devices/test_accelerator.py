@@ -36,6 +36,9 @@ class Stub:
         self.handles += 1
         return (0, self.handles)
 
+    def get_device_name(self, index: int) -> str:
+        return "a device"
+
     def set_device(self, index: int) -> None: ...
 
     def set_stream(self, stream: Any) -> None: ...
