@@ -23,7 +23,7 @@ from ...ir.attributes import Effect, Stream
 from ...ir.ops import Call, Collective, Recv, Value, Wait
 from ...ir.ops.module import Module, Program
 from ...passes.placement.fabrics import is_by_stream
-from ...tracer.graph.layouts.values.ids import forget, noted
+from ...tracer.checked_ids import forget, noted
 from ..world.communicators import faults_of, logs_of
 from ..world.fault_hook import say_faults
 

@@ -31,7 +31,7 @@ from ...ir.ops import Recv, Send
 from ...ir.ops.module import Channel, Module
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
-from ...tracer.graph.layouts.values.ids import noted
+from ...tracer.checked_ids import noted
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
 from ..world.fault_hook import say_faults

@@ -63,6 +63,38 @@ def test_indices_at_borders(name: str, data: st.DataObject) -> None:
     assert any(text in str(info.value) for text in places), str(info.value)
 
 
+class Classes:
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.one_hot(ids, SIZE).sum(-2)
+
+
+@pytest.mark.parametrize("outside", [None, -1, SIZE])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_classes_that_there_are_not(ranks: int, outside: int | None) -> None:
+    """Torch raises where it computes at once, and has rows of zeros where it is traced."""
+    with use_world(VirtualWorld(ranks)):
+        home = cg.mesh(dp=ranks) if ranks > 1 else 0
+        actor = cg.actor(Classes).on(
+            home, plan={"forward(ids)": cg.cut(0, "dp")} if ranks > 1 else None
+        )()
+
+        @cg.trace
+        def step(ids: Tensor) -> Tensor:
+            return actor.forward(ids)
+
+        ids = torch.arange(8).reshape(4, 2) % SIZE
+        compiled = step.lower(ids).compile()
+        assert torch.equal(compiled(ids), Classes().forward(ids))
+        if outside is not None:
+            ids[3, 1] = outside
+            with pytest.raises(RuntimeError, match="Class values must be"):
+                Classes().forward(ids)
+            with pytest.raises(
+                (IndexError, cg.RemoteError), match=rf"one_hot: index {outside} at \[3, 1\]"
+            ):
+                compiled(ids)
+
+
 @given(data=st.data())
 @examples(60)
 def test_gradients_by_frequency(data: st.DataObject) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...checked_ids import CHECKED_IDS
 from ...function_runs import Run
 from . import rowwise
 from .class_loops import ClassIndex, ClassLoop, ClassMask, Occurring, OneHot
@@ -99,9 +100,15 @@ class RowPrograms:
     # -- tensors that rows come from -------------------------------------------------------------
 
     def _one_hot(self, function: Any, args: Any, kwargs: Any, run: Run) -> Any:
-        result = run(function, args, kwargs)
-        ids = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-        if isinstance(ids, torch.Tensor):
+        named = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
+        ids, classes = named.get("tensor", named.get("input")), named.get("num_classes", -1)
+        is_tensor = isinstance(ids, torch.Tensor)
+        if is_tensor and classes > 0 and not self._is_constant(ids):
+            checked = run(CHECKED_IDS, (ids, classes, None, "one_hot"), {})
+            result = run(function, (checked, classes), {})
+        else:
+            result = run(function, args, kwargs)
+        if is_tensor:
             dims = (*range(ids.dim()), -1)
             fact = OneHot(ids, result.shape[-1], dims, Read.of(ids))
             self._know(result, fact)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .....ir.layout import Position, Region
+from ....checked_ids import CHECKED_IDS
 from ....method.experts.expert_products import (
     EXPERT_LINEAR,
     EXPERT_OUTER,
@@ -27,7 +28,6 @@ from ....method.experts.expert_products import (
 )
 from ..cases import LocalOp, Shape
 from ..rules.rows import first_entry
-from ..values.ids import CHECKED_IDS
 from ..versions import OwnRows, Propagation, Version
 from .own_rows import ALONG_DIM, lead_of
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .....ir.layout import Intervals, shape_of, volume, whole
+from ....checked_ids import CHECKED_IDS
 from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
 from ....method.float8.formula import FLOAT8_MM
 from ....method.quantized.quantized_expert_products import QUANTIZED_EXPERT_LINEAR
@@ -23,7 +24,6 @@ from ..cuts import is_interval
 from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, letters, sizes_of
 from ..solution import solve
 from ..tokens import reduced_to_tokens, rows_of_matrix
-from ..values.ids import CHECKED_IDS
 from .creation import zeros
 from .decomposed import rule as rule_of_others
 from .pointwise import broadcast

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from .....ir.attributes import ReduceOp
+from ....checked_ids import CHECKED_IDS
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
 from ..factors import Dims, Factors, each
 from ..solution import solve
 from ..values.accumulation import accumulated, accumulation_type
-from ..values.ids import CHECKED_IDS
 from .creation import counting
 from .pointwise import broadcast, operand
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .....ir.layout import Intervals, Region, length, shape_of, whole
+from ....checked_ids import CHECKED_IDS
 from ....values.operators import written_values
 from ...autodiff.subgraphs import is_view
 from ..cases import Answer, Case, Expansion, LocalOp, Rule, dim_of
@@ -24,7 +25,6 @@ from ..cuts import is_packed
 from ..factors import Factors, each
 from ..solution import solve
 from ..tokens import reduced_to_tokens
-from ..values.ids import CHECKED_IDS
 from .creation import zeros
 from .pointwise import pointwise
 from .views import moved, named

@@ -1,9 +1,10 @@
-"""A check that ids are in range, for lookups in a table whose rows are cut over ranks.
+"""A check that ids are in range, where what is computed of them would not notice.
 
-A rank looks up the ids of its own rows, and takes zeros for the others. So no rank would notice an
-id that is out of range. On a host, the check raises. A host does not wait for its device, so there
-the check is part of the graph: it leaves a note in memory of the host, which is read when the next
-execution begins.
+A rank looks up the ids of its own rows of a table that is cut over ranks, and takes zeros for the
+others. So no rank would notice an id that is out of range. Nor does `one_hot`, whose trace compares
+ids with each class: such an id would be of none. On a host, the check raises. A host does not wait
+for its device, so there the check is part of the graph: it leaves a note in memory of the host,
+which is read when the next execution begins.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ class Lookup:
             place = [sum(pair) for pair in zip(self.first, place, strict=True)]
         return (
             f"{self.op}: index {id_} at {place}{' of this rank' if is_apart else ''} is out of "
-            f"range: the dimension has {self.size} entries, 0 to {self.size - 1}, which are cut "
-            f"over ranks, and the indices here have shape {list(self.shape)}; correct the index, "
-            "or make the dimension larger"
+            f"range: the dimension has {self.size} entries, 0 to {self.size - 1}, and the indices "
+            f"here have shape {list(self.shape)}; correct the index, or make the dimension larger"
         )
 
 
