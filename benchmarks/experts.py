@@ -1,13 +1,13 @@
 """A mixture of experts over two CPU ranks, by cg and by torch: milliseconds a step, in turns.
 
-    python benchmarks/experts.py [--widths 64 1024] [--turns 5] [--steps 20] [--json FILE]
+    python benchmarks/experts.py [--widths 64 1024] [--turns 5] [--steps 100] [--json FILE]
 
 A step is the forward and the backward of one layer: a router, two of eight experts a token, which
 are spread over two ranks, a gated product with SiLU, and the gradients of all weights, in float32.
 Each rank has 256 tokens. cg gathers tokens and reduces results; in an arm of its own it exchanges
 the rows that experts need. Torch sorts rows by expert and exchanges them by `all_to_all_single`
 over Gloo with counts, dropless, and multiplies each expert's rows in a loop. Each arm is a job of
-two ranks with one thread each. A figure is the median of the steps of a turn behind five others, on
+two ranks with one thread each. A figure is the median of the steps of a turn behind 30 others, on
 the slower rank; the losses of all arms are compared.
 """
 
@@ -30,7 +30,7 @@ from provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional
 
-RANKS, EXPERTS, CHOICES, TOKENS, WARM = 2, 8, 2, 256, 5
+RANKS, EXPERTS, CHOICES, TOKENS, WARM = 2, 8, 2, 256, 30
 ARMS = ("gather", "exchange", "torch")
 
 
@@ -187,7 +187,7 @@ def main() -> None:
     add = parser.add_argument
     add("--widths", type=int, nargs="+", default=[64, 1024])
     add("--turns", type=int, default=5)
-    add("--steps", type=int, default=20)
+    add("--steps", type=int, default=100)
     add("--json", type=Path)
     add("--arm", choices=ARMS, help="run one arm's rank; for the jobs that this starts")
     args = parser.parse_args()

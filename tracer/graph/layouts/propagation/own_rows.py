@@ -42,16 +42,16 @@ def with_own_rows(run: Propagation) -> Propagation:
 
     An op that takes or gives such a value takes the ids as well, behind its operands.
     """
-    found = _OwnRowsSearch(run).all()
-    if not found:
+    own_rows = _OwnRowsSearch(run).all()
+    if not own_rows:
         return run
     reads = dict(run.reads)
     for node, versions in run.reads.items():
-        rows = [found[node]] if node in found else []
-        rows += [found[version.node] for version in versions if version.node in found]
+        rows = [own_rows[node]] if node in own_rows else []
+        rows += [own_rows[version.node] for version in versions if version.node in own_rows]
         ids = dict.fromkeys(own.ids for own in rows)
         reads[node] = (*versions, *(version for version in ids if version not in versions))
-    return replace(run, reads=reads, own_rows=found)
+    return replace(run, reads=reads, own_rows=own_rows)
 
 
 class _OwnRowsSearch:
@@ -68,19 +68,19 @@ class _OwnRowsSearch:
             for value in written_values(node.target, node.args, node.kwargs)
             if isinstance(value, fx.Node)
         }
-        self._found: dict[fx.Node, OwnRows] = {}
+        self._known: dict[fx.Node, OwnRows] = {}
 
     def all(self) -> Mapping[fx.Node, OwnRows]:
         for node in self._run.graph.nodes:
             rows = self._rows(node)
             if rows is not None:
-                self._found[node] = rows
-        return self._found
+                self._known[node] = rows
+        return self._known
 
     def _rows(self, node: fx.Node) -> OwnRows | None:
         if node.target is operator.getitem:
             source = node.args[0]
-            return self._found.get(source) if isinstance(source, fx.Node) else None
+            return self._known.get(source) if isinstance(source, fx.Node) else None
         answer = self._run.answers.get(node)
         if answer is None or answer.routing is None or not all(map(self._may, _tensors(node))):
             return None
@@ -88,7 +88,7 @@ class _OwnRowsSearch:
             ids = self._run.reads[node][2]
             rows = OwnRows(ids, answer.routing.experts, answer.routing.cut)
             return rows if ids.node is answer.routing.ids and self._is_held(rows) else None
-        taken = {self._found.get(version.node) for version in self._run.reads[node]}
+        taken = {self._known.get(version.node) for version in self._run.reads[node]}
         known = [rows for rows in taken if rows is not None]
         if len(known) != 1 or not self._keeps_rows(node, known[0], answer.routing):
             return None
