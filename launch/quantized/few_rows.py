@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from ...tracer.method.quantized.quantized_kernel import (
     MOST,
     has_kernel,
-    has_words,
     summands_of,
     tiles_of,
 )
@@ -33,20 +34,20 @@ def product_of_few(
 
     Returns:
         [..., outputs], of the dtype of `x`. None if there are more rows than `MOST`, or if the
-        device has no kernel. None also where levels are places in a table, where scales are no
-        numbers as they are stored, and where levels of a byte do not lie one behind the other.
-        Scales and words have to be of whole runs of inputs and outputs, or it is None.
+        device has no kernel for these types. None also where levels are places in a table, and
+        where scales are no numbers as they are stored. Scales and words have to be of whole runs
+        of inputs and outputs, or it is None.
     """
     *lead, inputs = x.shape
     rows = x.numel() // inputs
     levels = tensors[weight_format.weight]
-    if not 0 < rows <= MOST or not has_kernel(x.device, levels.dtype):
+    if not 0 < rows <= MOST or not has_kernel(x.device, levels.dtype, x.dtype):
         return None
     if not weight_format.is_affine:
         return None
     per_output, per_input = _levels_of_word(weight_format.packing, weight_format.is_turned)
     group = weight_format.inputs_per_scale or inputs
-    tiles = tiles_of(rows, group, group == inputs, per_output > 1)
+    tiles = tiles_of(group, group == inputs, per_output > 1)
     if inputs % group or group % per_input or tiles is None:
         return None
     length = _run(weight_format, per_output)
@@ -64,24 +65,21 @@ def product_of_few(
         tensor = matrix(name)
         return tensor.reshape(runs if shared else 1, -1, groups).expand(runs, -1, -1)
 
-    weight = matrix(weight_format.weight).view(runs, length, groups, group // per_input)
-    if not has_words(weight):
-        return None
     zero = spread(weight_format.zero) if weight_format.zero else None
-    parts = summands_of(tiles, inputs, units)
     summands = quantized_product(
-        # A tile of one row is read by many threads, each of which would make float32 of it.
-        (x.float() if rows == 1 else x).reshape(rows, groups, group // per_input, per_input),
-        weight,
+        x.reshape(rows, groups, group // per_input, per_input),
+        matrix(weight_format.weight).view(runs, length, groups, group // per_input),
         spread(weight_format.scale),
         zero,
         outputs_per_word=per_output,
         offset=weight_format.offset,
         zero_wraps=weight_format.zero_wraps,
         interleaved=weight_format.packing is not None and weight_format.packing.order == AWQ_ORDER,
-        summands=parts,
+        summands=summands_of(tiles, inputs, units),
     )
-    return summands.sum(0).flatten(1).view(*lead, outputs).to(x.dtype)
+    # Additions become a part of the kernel that takes the product; a sum would be one of its own.
+    total = reduce(torch.add, (summands[part] for part in range(len(summands))))
+    return total.flatten(1).view(*lead, outputs).to(x.dtype)
 
 
 def _levels_of_word(packing: Packing | None, is_turned: bool) -> tuple[int, int]:

@@ -98,7 +98,7 @@ def test_tokens_by_products_of_few_rows(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of two, and chunks of 16 tokens, by the operator that is a kernel on devices."""
-    monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+    monkeypatch.setattr(few_rows, "has_kernel", lambda *types: True)
     model = save(tmp_path, FORMS[name], num_hidden_layers=1)
     requests = serve(tmp_path, ranks, replace(LEAN, tp=ranks))
     assert differences(logits_of(model), requests)[0] == 0

@@ -24,6 +24,7 @@ from cg.launch.quantized.readers import read_settings
 from cg.tracer.method.quantized.quantized_kernel import (
     MOST,
     MOST_SUMMANDS,
+    TYPES,
     has_float8,
     multiply,
     summands_of,
@@ -47,7 +48,7 @@ def layer_of(form: Form, outputs: int, inputs: int) -> tuple[WeightFormat, dict[
     return weight_format, made.tensors, made.weight
 
 
-def compare(device: str, dtype: torch.dtype = torch.float32, tolerance: float = 2e-6) -> None:
+def compare(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Multiply by each format on a device, and by the weights that it stands for on the host."""
     for name, form in FORMS.items():
         for outputs, inputs in SHAPES:
@@ -67,14 +68,16 @@ def compare(device: str, dtype: torch.dtype = torch.float32, tolerance: float = 
         print("equal")
 
 
-def compare_float8(device: str) -> None:
-    """Multiply each float8 by one: also subnormal ones, NaN, and bytes that begin in no word."""
+def compare_float8(device: str, dtype: torch.dtype, has_nan: bool) -> None:
+    """Multiply each float8 by one, also subnormal ones."""
     numbers = torch.arange(256, dtype=torch.uint8)
-    for rows, start in ((1, 0), (1, 1), (2, 0)):
-        levels = torch.zeros(256 * 64 + start, dtype=torch.uint8)
-        levels[start:].view(256, 64)[:, 5] = numbers
-        weight = levels.to(device)[start:].view(torch.float8_e4m3fn).view(1, 256, 1, 64)
-        x = torch.zeros(rows, 1, 64, 1, device=device)
+    if not has_nan:
+        numbers[numbers & 0x7F == 0x7F] = 0
+    for rows in (1, 2):
+        levels = torch.zeros(256, 64, dtype=torch.uint8)
+        levels[:, 5] = numbers
+        weight = levels.to(device).view(torch.float8_e4m3fn).view(1, 256, 1, 64)
+        x = torch.zeros(rows, 1, 64, 1, device=device, dtype=dtype)
         x[:, :, 5] = 1
         scale = torch.ones(1, 1, 1, device=device)
         product = multiply(x, weight, scale, None, 1, 0, False, False, 2).sum(0).cpu()
@@ -86,7 +89,7 @@ def compare_float8(device: str) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hosts, too."""
-    monkeypatch.setattr(few_rows, "has_kernel", lambda device, levels: True)
+    monkeypatch.setattr(few_rows, "has_kernel", lambda *types: True)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_devices_that_have_float8(
 
 @pytest.mark.usefixtures("served")
 def test_the_operator_of_hosts_is_the_product() -> None:
-    compare("cpu")
+    compare("cpu", torch.float32, 2e-6)
 
 
 def test_kernels_are_the_product() -> None:
@@ -114,14 +117,16 @@ def test_kernels_are_the_product() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == len(FORMS)
+    assert done.stdout.count("words") == 1
     assert done.stdout.count("each") == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_kernels_on_a_gpu_are_the_product(dtype: torch.dtype) -> None:
-    compare("cuda", dtype, 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps)
-    compare_float8("cuda")
+    compare("cuda", dtype, 4 * torch.finfo(dtype).eps)
+    compare_words("cuda", dtype)
+    compare_float8("cuda", dtype, has_nan=True)
 
 
 @pytest.mark.usefixtures("served")
@@ -182,16 +187,15 @@ def gptq_of(bits: int) -> tuple[WeightFormat, dict[str, Tensor], Tensor]:
     return chosen, tensors, weight
 
 
-@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("are_words", [False, True])
-def test_more_programs_share_inputs_where_there_are_few_outputs(rows: int, are_words: bool) -> None:
+def test_more_programs_share_inputs_where_there_are_few_outputs(are_words: bool) -> None:
     """But each has as many whole steps, and some of them."""
     for outputs, inputs, group in ((64, 4096, 128), (4096, 14336, 128), (14336, 4096, 4096)):
-        tiles = tiles_of(rows, group, group == inputs, are_words)
+        tiles = tiles_of(group, group == inputs, are_words)
         assert tiles is not None
         units = outputs // 8 if are_words else outputs
         count = summands_of(tiles, inputs, units)
-        steps = inputs // (tiles.inputs * tiles.inner)
+        steps = inputs // tiles.inputs
         assert 1 < count <= MOST_SUMMANDS
         assert steps % count == 0
         assert steps // count >= tiles.steps
@@ -200,13 +204,27 @@ def test_more_programs_share_inputs_where_there_are_few_outputs(rows: int, are_w
 
 
 @pytest.mark.usefixtures("served")
-def test_bytes_of_columns_are_not_served() -> None:
-    """They are no words of the inputs of an output."""
+def test_bytes_of_columns() -> None:
+    """As tensors of other strides have them."""
     weight_format, tensors, _ = layer_of(FORMS["fp8"], 48, 64)
     x = torch.randn(1, 64)
     turned = {**tensors, weight_format.weight: tensors[weight_format.weight].t().contiguous().t()}
-    assert product_of_few(weight_format, tensors, x, 48) is not None
-    assert product_of_few(weight_format, turned, x, 48) is None
+    product, same = (product_of_few(weight_format, own, x, 48) for own in (tensors, turned))
+    assert product is not None
+    torch.testing.assert_close(product, same)
+
+
+def compare_words(device: str, dtype: torch.dtype) -> None:
+    """Multiply integers of 2 and 8 bits by one: products are weights, rounded once."""
+    for bits in (2, 8):
+        weight_format, tensors, weight = gptq_of(bits)
+        own = {name: tensor.to(device) for name, tensor in tensors.items()}
+        product = product_of_few(
+            weight_format, own, torch.eye(64, device=device).to(dtype)[:MOST], 32
+        )
+        assert product is not None
+        assert torch.equal(product.cpu(), weight.t()[:MOST].to(dtype))
+    print("words")
 
 
 if __name__ == "__main__":  # in the interpreter, which is chosen when the kernels are defined
@@ -214,7 +232,9 @@ if __name__ == "__main__":  # in the interpreter, which is chosen when the kerne
     def by_kernel(x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
         return multiply(x, *tensors, **options)  # type: ignore[arg-type]
 
-    few_rows.has_kernel = lambda device, levels: True
+    few_rows.has_kernel = lambda *types: True
     few_rows.quantized_product = by_kernel
-    compare("cpu")
-    compare_float8("cpu")
+    dtype = torch.float16  # the interpreter multiplies the bits of bfloat16
+    compare("cpu", dtype, 4 * torch.finfo(dtype).eps)
+    compare_words("cpu", dtype)
+    compare_float8("cpu", dtype, has_nan=False)  # nor does it know that of float8
