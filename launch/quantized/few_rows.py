@@ -11,6 +11,7 @@ from torch import Tensor
 from ...tracer.method.quantized.quantized_kernel import (
     MOST,
     has_kernel,
+    is_row_of_words,
     summands_of,
     tiles_of,
 )
@@ -47,7 +48,9 @@ def product_of_few(
         return None
     per_output, per_input = _levels_of_word(weight_format.packing, weight_format.is_turned)
     group = weight_format.inputs_per_scale or inputs
-    tiles = tiles_of(group, group == inputs, per_output > 1)
+    units = outputs // per_output
+    is_row = is_row_of_words(rows, levels.dtype)
+    tiles = tiles_of(is_row, per_output > 1, group, inputs, units)
     if inputs % group or group % per_input or tiles is None:
         return None
     length = _run(weight_format, per_output)
@@ -55,7 +58,6 @@ def product_of_few(
     if length is None or outputs % (length * per_output) or weight_format.by_index:
         return None
     runs, groups = outputs // (length * per_output), inputs // group
-    units = outputs // per_output
 
     def matrix(name: str) -> Tensor:
         tensor = tensors[name]
@@ -67,7 +69,8 @@ def product_of_few(
 
     zero = spread(weight_format.zero) if weight_format.zero else None
     summands = quantized_product(
-        x.reshape(rows, groups, group // per_input, per_input),
+        # A tile of one row is read by many threads, each of which would make float32 of it.
+        (x.float() if is_row else x).reshape(rows, groups, group // per_input, per_input),
         matrix(weight_format.weight).view(runs, length, groups, group // per_input),
         spread(weight_format.scale),
         zero,

@@ -187,19 +187,26 @@ def gptq_of(bits: int) -> tuple[WeightFormat, dict[str, Tensor], Tensor]:
     return chosen, tensors, weight
 
 
+@pytest.mark.parametrize("is_row", [False, True])
 @pytest.mark.parametrize("are_words", [False, True])
-def test_more_programs_share_inputs_where_there_are_few_outputs(are_words: bool) -> None:
+def test_more_programs_share_inputs_where_there_are_few_outputs(
+    is_row: bool, are_words: bool
+) -> None:
     """But each has as many whole steps, and some of them."""
     for outputs, inputs, group in ((64, 4096, 128), (4096, 14336, 128), (14336, 4096, 4096)):
-        tiles = tiles_of(group, group == inputs, are_words)
-        assert tiles is not None
         units = outputs // 8 if are_words else outputs
+        tiles = tiles_of(is_row, are_words, group, inputs, units)
+        assert tiles is not None
+        assert tiles.units >= tiles.least
         count = summands_of(tiles, inputs, units)
-        steps = inputs // tiles.inputs
+        steps = inputs // (tiles.inputs * tiles.inner)
         assert 1 < count <= MOST_SUMMANDS
         assert steps % count == 0
         assert steps // count >= tiles.steps
-        assert summands_of(tiles, inputs, 16 * units) <= count
+        more = tiles_of(is_row, are_words, group, inputs, 64 * units)
+        assert more is not None
+        assert more.units >= tiles.units
+        assert summands_of(more, inputs, 64 * units) <= count
     assert summands_of(tiles, 128, 64) == 1
 
 

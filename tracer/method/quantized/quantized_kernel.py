@@ -1,15 +1,10 @@
-"""The product of few rows with a quantized weight, as a kernel of Triton.
+"""The product of few rows with a quantized weight on a device, by kernels of Triton.
 
-Each program takes some outputs and a part of the inputs. It reads tiles of levels, makes numbers of
-the type of the inputs from them, which is exact, and multiplies them on tensor cores, whose sums
-are float32. Sums over inputs of one scale are multiplied by the scale. Programs that have parts of
-the inputs of the same outputs give summands of the result. Whoever takes it adds them up, so sums
-do not depend on which program is first.
-
-A GPU reads 4 bits of a weight in less time than it takes for four instructions on each level, so
-they are few. Levels of a word become numbers in pairs: behind the mantissa of a power of two, an
-integer is a number of 16 bits by two bit operations on its word. One instruction takes the power
-and the zero point from both.
+Each program takes some outputs and a part of the inputs. It reads tiles of levels, and multiplies
+sums over inputs of one scale by the scale. Programs that have parts of the inputs of the same
+outputs give summands of the result. Whoever takes it adds them up, so sums do not depend on which
+program is first. One row is multiplied by words in registers (`row_kernel.py`), several rows, and
+bytes, on tensor cores (`rows_kernel.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import row_kernel, rows_kernel
+from .row_kernel import POWER, REGISTERS
+from .rows_kernel import ROWS, Halves, has_assembly
+
 try:
     import triton
-    import triton.language as tl
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-MOST = 16
-"""The most rows: those of the smallest product of tensor cores that takes weights as its rows."""
+MOST = ROWS
+"""The most rows."""
 LEAST = 16
-"""The fewest inputs of a tile, for such a product."""
+"""The fewest inputs of a tile, for a product of tensor cores."""
 FLOAT8 = (8, 9)
 """The compute capability from which on devices compute with float8_e4m3fn."""
 TYPES = (torch.float16, torch.bfloat16)
@@ -42,23 +40,28 @@ class Tiles:
     Attributes:
         units: outputs of a program, or words with levels of several outputs.
         inputs: of a tile.
+        inner: tiles of a step, whose sums are multiplied by a scale together.
         warps: of a program.
-        stages: steps whose levels are read ahead, and one.
         steps: the fewest of a program.
         programs: as many as keep the memory of a device busy.
+        least: the fewest units, where there are not as many programs otherwise.
     """
 
     units: int
     inputs: int
+    inner: int
     warps: int
-    stages: int
     steps: int
-    programs: int = 768
+    programs: int
+    least: int
 
 
-TILES, TILES_OF_WORDS = Tiles(64, 128, 4, 3, 2), Tiles(16, 128, 4, 3, 2)
-"""The second where a word has levels of several outputs."""
+ROW, ROW_OF_WORDS = Tiles(64, 128, 1, 2, 2, 1024, 16), Tiles(16, 16, 8, 2, 2, 1024, 4)
+"""For one row of words; the second where a word has levels of several outputs."""
+TILES, TILES_OF_WORDS = Tiles(64, 128, 1, 4, 2, 768, 64), Tiles(8, 128, 1, 4, 2, 768, 8)
+"""For several rows, and for bytes."""
 MOST_SUMMANDS = 8
+"""Whoever takes a product reads them all."""
 
 
 def has_kernel(device: torch.device, levels: torch.dtype, inputs: torch.dtype) -> bool:
@@ -77,34 +80,48 @@ def has_float8(device: torch.device) -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= FLOAT8
 
 
-def tiles_of(group: int, is_only: bool, are_words_of_outputs: bool) -> Tiles | None:
+def tiles_of(
+    row_of_words: bool, words_of_outputs: bool, group: int, inputs: int, units: int
+) -> Tiles | None:
     """The tiles of a product; None if none divide the inputs of a scale.
 
     Args:
-        group: inputs that share a scale.
-        is_only: whether these are all. Then the last tile may be ragged.
-        are_words_of_outputs: whether a word has levels of several outputs.
-    """
-    most = TILES_OF_WORDS if are_words_of_outputs else TILES
-    if is_only:
-        return most
-    tile = min(group & -group, most.inputs)  # the largest power of two that divides it
-    return replace(most, inputs=tile) if tile >= LEAST else None
-
-
-def summands_of(tiles: Tiles, inputs: int, units: int) -> int:
-    """How many programs share the inputs of the same outputs.
-
-    Args:
-        tiles: of the product.
+        row_of_words: whether there is one row, and levels are in words.
+        words_of_outputs: whether a word has levels of several outputs.
+        group: inputs that share a scale. If these are all, the last tile may be ragged.
         inputs: of the weight.
         units: outputs, or words with levels of several of them.
     """
+    if row_of_words:
+        tiles = ROW_OF_WORDS if words_of_outputs else ROW
+    else:
+        tiles = TILES_OF_WORDS if words_of_outputs else TILES
+    if group < inputs:
+        size = group & -group  # the largest power of two that divides it
+        tile = min(size, tiles.inputs)
+        tiles = replace(tiles, inputs=tile, inner=min(size // tile, tiles.inner))
+    steps = _summands(tiles, inputs)[-1]
+    while units * steps < tiles.units * tiles.programs and tiles.units > tiles.least:
+        tiles = replace(tiles, units=tiles.units // 2)
+    return tiles if tiles.inputs >= LEAST else None
+
+
+def summands_of(tiles: Tiles, inputs: int, units: int) -> int:
+    """How many programs share the inputs of the same outputs."""
     programs = -(-units // tiles.units)
-    steps = max(inputs // tiles.inputs, 1)
-    most = min(steps // tiles.steps, MOST_SUMMANDS)
-    counts = [count for count in range(1, most + 1) if steps % count == 0] or [1]
+    counts = _summands(tiles, inputs)
     return next((count for count in counts if programs * count >= tiles.programs), counts[-1])
+
+
+def _summands(tiles: Tiles, inputs: int) -> list[int]:
+    """Numbers of programs that can share inputs."""
+    steps = max(inputs // (tiles.inputs * tiles.inner), 1)
+    most = min(steps // tiles.steps, MOST_SUMMANDS)
+    return [count for count in range(1, most + 1) if steps % count == 0] or [1]
+
+
+def is_row_of_words(rows: int, levels: torch.dtype) -> bool:
+    return rows == 1 and levels is torch.int32
 
 
 def multiply(
@@ -118,229 +135,51 @@ def multiply(
     interleaved: bool,
     summands: int,
 ) -> Tensor:
-    """`quantized_product` on a device, of inputs of float16 or bfloat16."""
+    """`quantized_product` on a device; several rows are float16 or bfloat16.
+
+    Raises:
+        ValueError: no tile divides the inputs of a scale.
+    """
     rows, groups, units, inputs_per_word = input.shape
     runs, length = weight.shape[:2]
     shape = summands, rows, runs, length, outputs_per_word
     if not (input.numel() and weight.numel()):  # of a rank that has no piece
         return input.new_zeros(shape, dtype=torch.float32)
-    group, is_packed = units * inputs_per_word, weight.dtype is torch.int32
+    group = units * inputs_per_word
     inputs = groups * group
     levels = weight.flatten(2, 3).flatten(0, 1)
-    tiles = tiles_of(group, groups == 1, outputs_per_word > 1)
+    is_row, of_outputs = is_row_of_words(rows, weight.dtype), outputs_per_word > 1
+    tiles = tiles_of(is_row, of_outputs, group, inputs, len(levels))
     if tiles is None:
         raise ValueError(f"a kernel takes no weight of shape {[*levels.shape]}, {group} a scale")
     scales = scale.flatten(0, 1)
     zeros = scales if zero is None else zero.flatten(0, 1)
-    several = triton.cdiv(inputs, tiles.inputs * summands)
+    step = tiles.inputs * tiles.inner
+    several = triton.cdiv(inputs, step * summands)
     outputs = len(levels) * outputs_per_word
     count = max(outputs_per_word, inputs_per_word)
-    halves = Halves.of(input.dtype, 32 // count)
     out = input.new_empty(shape, dtype=torch.float32)
-    _multiply[(triton.cdiv(len(levels), tiles.units), summands)](
-        input.contiguous(), levels, scales, zeros, out,
-        rows, len(levels), outputs, inputs,
-        *levels.stride(), *scales.stride(), *zeros.stride(),
-        halves.mask, halves.power, halves.one,
-        POINT=halves.point, OFFSET=offset,
-        ROWS=MOST, BLOCK=tiles.units, TILE=tiles.inputs, GROUP=group,
-        COUNT=count, PER_WORD=outputs_per_word, IS_PACKED=is_packed, INTERLEAVED=interleaved,
-        PER_SCALE=outputs // len(scales), PER_ZERO=outputs // len(zeros),
-        HAS_ZERO=zero is not None, IS_ZERO_PACKED=zeros.dtype is torch.int32,
-        WRAPS=zero_wraps, SEVERAL=several, IS_RAGGED=several * summands * tiles.inputs != inputs,
-        IS_FLOAT=weight.dtype is torch.float8_e4m3fn, IS_WIDE=halves.dtype is torch.float16, HAS_ASSEMBLY=_has_assembly(), num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    grid = triton.cdiv(len(levels), tiles.units), summands
+    tensors = input.contiguous(), levels, scales, zeros, out
+    sizes = len(levels), outputs, inputs, *levels.stride(), *scales.stride(), *zeros.stride()
+    constants = {
+        "BLOCK": tiles.units, "TILE": tiles.inputs, "GROUP": group, "COUNT": count,
+        "PER_WORD": outputs_per_word, "INTERLEAVED": interleaved, "SEVERAL": several,
+        "PER_SCALE": outputs // len(scales), "PER_ZERO": outputs // len(zeros),
+        "HAS_ZERO": zero is not None, "IS_ZERO_PACKED": zeros.dtype is torch.int32,
+        "OFFSET": offset, "WRAPS": zero_wraps, "IS_RAGGED": several * summands * step != inputs,
+        "num_warps": tiles.warps,
+    }  # fmt: skip
+    if is_row:
+        row_kernel.multiply_row[grid](
+            *tensors, *sizes, POWER, INNER=tiles.inner, maxnreg=REGISTERS, **constants
+        )
+        return out
+    halves = Halves.of(input.dtype, 32 // count)
+    rows_kernel.multiply_rows[grid](
+        *tensors, rows, *sizes, halves.mask, halves.power, halves.one,
+        POINT=halves.point, ROWS=ROWS, IS_PACKED=weight.dtype is torch.int32,
+        IS_FLOAT=weight.dtype is torch.float8_e4m3fn, IS_WIDE=halves.dtype is torch.float16,
+        HAS_ASSEMBLY=has_assembly(), **constants,
     )  # fmt: skip
     return out
-
-
-@dataclass(frozen=True)
-class Halves:
-    """How two levels of a word become numbers of 16 bits at once; each constant is of both halves.
-
-    Attributes:
-        dtype: of the numbers.
-        mask: the bits of the lowest level of a half.
-        power: of two, whose last bit of the mantissa is one.
-        point: minus the power. A zero point is added to its bits.
-        one: the number.
-    """
-
-    dtype: torch.dtype
-    mask: int
-    power: int
-    point: int
-    one: int
-
-    @staticmethod
-    def of(inputs: torch.dtype, bits: int) -> Halves:
-        """For inputs of a type. A bfloat16 has no room for 8 bits behind a power of two."""
-        if inputs is torch.bfloat16 and bits < 8:
-            dtype, power, one = torch.bfloat16, 0x4300, 0x3F80  # 128
-        else:
-            dtype, power, one = torch.float16, 0x6400, 0x3C00  # 1024
-        numbers = ((1 << bits) - 1, power, power | 0x8000, one)
-        return Halves(dtype, *map(_of_both_halves, numbers))
-
-
-def _of_both_halves(bits: int) -> int:
-    word = bits << 16 | bits
-    return word - (1 << 32) if word >> 31 else word
-
-
-def _has_assembly() -> bool:
-    """True on NVIDIA's devices, and false in Triton's interpreter."""
-    return isinstance(_multiply, triton.JITFunction) and not torch.version.hip
-
-
-if triton is not None:
-
-    @triton.jit
-    def _level(words, mask, INDEX: tl.constexpr, COUNT: tl.constexpr):
-        """One of the levels of both halves of words."""
-        if INDEX == 0:
-            return words & mask
-        shifted = words.to(tl.uint32, bitcast=True) >> INDEX * (32 // COUNT)
-        return shifted.to(tl.int32, bitcast=True) & mask
-
-    # Levels of a word in dimensions of two, so that they stay in the registers of its thread.
-
-    @triton.jit
-    def _two(words, mask, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
-        return tl.join(_level(words, mask, FIRST, COUNT), _level(words, mask, FIRST + STEP, COUNT))
-
-    @triton.jit
-    def _four(words, mask, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
-        return tl.join(
-            _two(words, mask, FIRST, 2 * STEP, COUNT),
-            _two(words, mask, FIRST + STEP, 2 * STEP, COUNT),
-        )
-
-    @triton.jit
-    def _levels(words, mask, COUNT: tl.constexpr):
-        """The levels of both halves of words, int32 [..., COUNT / 2] in dimensions of two."""
-        if COUNT == 4:
-            return _two(words, mask, 0, 1, COUNT)
-        elif COUNT == 8:
-            return _four(words, mask, 0, 1, COUNT)
-        else:
-            return tl.join(_four(words, mask, 0, 2, COUNT), _four(words, mask, 1, 2, COUNT))
-
-    @triton.jit
-    def _half(words, HALF: tl.constexpr, IS_WIDE: tl.constexpr):
-        bits = (words >> 16 * HALF).to(tl.int16)
-        return bits.to(tl.float16 if IS_WIDE else tl.bfloat16, bitcast=True)
-
-    @triton.jit
-    def _sums(words, points, one, IS_WIDE: tl.constexpr, HAS_ASSEMBLY: tl.constexpr):
-        """Sums of the numbers in both halves of words; [..., 2], which are exact."""
-        if HAS_ASSEMBLY:  # a compiler would take halves apart, and have an instruction for each
-            if IS_WIDE:
-                sums = tl.inline_asm_elementwise(
-                    "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [words, one, points],
-                    dtype=tl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-            else:
-                sums = tl.inline_asm_elementwise(
-                    "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [words, one, points],
-                    dtype=tl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-            return tl.join(_half(sums, 0, IS_WIDE), _half(sums, 1, IS_WIDE))
-        low = _half(words, 0, IS_WIDE).to(tl.float32) + _half(points, 0, IS_WIDE).to(tl.float32)
-        high = _half(words, 1, IS_WIDE).to(tl.float32) + _half(points, 1, IS_WIDE).to(tl.float32)
-        return tl.join(low, high).to(tl.float16 if IS_WIDE else tl.bfloat16)
-
-    @triton.jit
-    def _points(
-        zeros, unit, is_unit, group, zero_o, zero_g,
-        ARE_WORDS: tl.constexpr, IS_ZERO_PACKED: tl.constexpr, PER_ZERO: tl.constexpr,
-        HAS_ZERO: tl.constexpr, OFFSET: tl.constexpr, WRAPS: tl.constexpr,
-    ):  # fmt: skip
-        """The zero points of units, int32 [units], of both halves where levels are of a word."""
-        if not HAS_ZERO:
-            return tl.zeros_like(unit) + OFFSET
-        if ARE_WORDS:
-            return tl.load(zeros + unit * zero_o + group * zero_g, mask=is_unit, other=0)
-        place = zeros + unit // PER_ZERO * zero_o + group * zero_g
-        points = tl.load(place, mask=is_unit, other=0)
-        if IS_ZERO_PACKED:
-            bits: tl.constexpr = 32 // PER_ZERO
-            points = (points >> unit % PER_ZERO * bits & (1 << bits) - 1) + OFFSET
-            return points & (1 << bits) - 1 if WRAPS else points
-        return points.to(tl.int32) + OFFSET
-
-    @triton.jit
-    def _multiply(
-        input, levels, scales, zeros, out, rows, units, outputs, inputs,
-        level_o, level_i, scale_o, scale_g, zero_o, zero_g, mask, power, one,
-        POINT: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-        TILE: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, PER_WORD: tl.constexpr,
-        IS_PACKED: tl.constexpr, INTERLEAVED: tl.constexpr, PER_SCALE: tl.constexpr,
-        PER_ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, IS_ZERO_PACKED: tl.constexpr,
-        WRAPS: tl.constexpr, SEVERAL: tl.constexpr, IS_RAGGED: tl.constexpr,
-        IS_FLOAT: tl.constexpr, IS_WIDE: tl.constexpr, HAS_ASSEMBLY: tl.constexpr,
-    ):  # fmt: skip
-        # A tile is [units of outputs, units of inputs]. A unit is a level, or a word with levels of
-        # several outputs or inputs, and those of its halves are one behind the other in `numbers`.
-        NOTHING: tl.constexpr = 0.0 if IS_FLOAT else 0
-        HALF: tl.constexpr = COUNT // 2
-        PER_INPUT: tl.constexpr = COUNT if IS_PACKED and PER_WORD == 1 else 1
-        WIDE: tl.constexpr = TILE // PER_INPUT
-        OUTPUTS: tl.constexpr = BLOCK * PER_WORD
-        unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        is_unit = unit < units
-        column = tl.arange(0, OUTPUTS)
-        level = column % PER_WORD
-        if PER_WORD > 1 and not INTERLEAVED:
-            level = level % 2 * HALF + level // 2
-        output = tl.program_id(0) * OUTPUTS + column // PER_WORD * PER_WORD + level
-        is_output = output < outputs
-        row = tl.arange(0, ROWS)
-        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        for index in range(SEVERAL):
-            step = tl.program_id(1) * SEVERAL + index
-            group = step * TILE // GROUP
-            if IS_RAGGED:  # there may be no such step, and its inputs are zeros
-                group = tl.minimum(group, inputs // GROUP - 1)
-            at = step * TILE + tl.arange(0, TILE)
-            wide = step * WIDE + tl.arange(0, WIDE)
-            here, stands = (row < rows)[:, None], is_unit[:, None]
-            if IS_RAGGED:
-                here = here & (at < inputs)[None, :]
-                stands = stands & (wide < inputs // PER_INPUT)[None, :]
-            x = tl.load(input + row[:, None] * inputs + at[None, :], mask=here, other=0.0)
-            if PER_INPUT > 1 and not INTERLEAVED:
-                x = tl.permute(tl.reshape(x, [ROWS, WIDE, 2, HALF]), (0, 1, 3, 2))
-                x = tl.reshape(x, [ROWS, TILE])
-            stored = tl.load(
-                levels + unit[:, None] * level_o + wide[None, :] * level_i,
-                mask=stands,
-                other=NOTHING,
-            )
-            if IS_FLOAT:
-                numbers = stored.to(tl.float32).to(x.dtype)  # by way of float32 they are pairs
-            else:
-                points = _points(
-                    zeros, unit, is_unit, group, zero_o, zero_g, PER_WORD > 1, IS_ZERO_PACKED,
-                    PER_ZERO, HAS_ZERO, OFFSET, WRAPS,
-                )  # fmt: skip
-                if not IS_PACKED:
-                    numbers = (stored.to(tl.int32) - points[:, None]).to(x.dtype)
-                else:
-                    if PER_WORD > 1 and HAS_ZERO:
-                        points = tl.reshape(_levels(points, mask, COUNT), [BLOCK, 1, HALF])
-                        points += OFFSET * 0x10001
-                        points = points & mask if WRAPS else points
-                    else:
-                        points = (points * 0x10001)[:, None, None]
-                    words = tl.reshape(_levels(stored, mask, COUNT), [BLOCK, WIDE, HALF]) | power
-                    numbers = _sums(words, points + POINT, one, IS_WIDE, HAS_ASSEMBLY)
-                    if PER_WORD > 1:
-                        numbers = tl.permute(tl.reshape(numbers, [BLOCK, WIDE, COUNT]), (0, 2, 1))
-                    numbers = tl.reshape(numbers, [OUTPUTS, TILE]).to(x.dtype)
-            place = scales + output // PER_SCALE * scale_o + group * scale_g
-            scale = tl.load(place, mask=is_output, other=0.0).to(tl.float32)
-            total += tl.dot(numbers, tl.trans(x)) * scale[:, None]
-        part = out + tl.program_id(1) * rows * outputs
-        is_there = is_output[:, None] & (row < rows)[None, :]
-        tl.store(part + row[None, :] * outputs + output[:, None], total, mask=is_there)
