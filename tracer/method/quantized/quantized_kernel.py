@@ -44,7 +44,7 @@ class Tiles:
         warps: of a program.
         steps: the fewest of a program.
         programs: as many as keep the memory of a device busy.
-        least: the fewest units, where there are not as many programs otherwise.
+        least: the fewest units, where there are at most half as many programs otherwise.
     """
 
     units: int
@@ -56,9 +56,9 @@ class Tiles:
     least: int
 
 
-ROW, ROW_OF_WORDS = Tiles(64, 128, 1, 2, 2, 1024, 16), Tiles(16, 16, 8, 2, 2, 1024, 4)
+ROW, ROW_OF_WORDS = Tiles(64, 128, 1, 2, 2, 1024, 32), Tiles(8, 16, 8, 4, 2, 1024, 8)
 """For one row of words; the second where a word has levels of several outputs."""
-TILES, TILES_OF_WORDS = Tiles(64, 128, 1, 4, 2, 768, 64), Tiles(8, 128, 1, 4, 2, 768, 8)
+TILES, TILES_OF_WORDS = Tiles(64, 128, 1, 4, 2, 384, 64), Tiles(8, 128, 1, 4, 2, 384, 8)
 """For several rows, and for bytes."""
 MOST_SUMMANDS = 8
 """Whoever takes a product reads them all."""
@@ -101,7 +101,7 @@ def tiles_of(
         tile = min(size, tiles.inputs)
         tiles = replace(tiles, inputs=tile, inner=min(size // tile, tiles.inner))
     steps = _summands(tiles, inputs)[-1]
-    while units * steps < tiles.units * tiles.programs and tiles.units > tiles.least:
+    while 2 * units * steps <= tiles.units * tiles.programs and tiles.units > tiles.least:
         tiles = replace(tiles, units=tiles.units // 2)
     return tiles if tiles.inputs >= LEAST else None
 
