@@ -148,7 +148,7 @@ def test_products_of_few_rows_are_those_of_the_plain_weight(
             lines = lowered.as_text().splitlines()
             assert bool(traced) is (name != "gptq by activation")
             transfers = [line for line in lines if " transfer(" in line and "%sum" not in line]
-            # Products of five rows, of runs of outputs, and scales of inputs, but nothing of weights.
+            # Products of five rows, of runs of outputs, and scales of inputs: nothing of weights.
             shapes = [re.search(r": f32\[(5,[0-9,]+)\]$", line) for line in transfers]
             assert all(shape is not None for shape in shapes)
             numbers = [math.prod(map(int, shape[1].split(","))) for shape in shapes if shape]
