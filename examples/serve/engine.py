@@ -26,7 +26,7 @@ from .opening import open_model
 from .parts import Model
 from .progress import said
 from .requests import How, Limits
-from .results import Parts, Tokens, Verified, copy_stream
+from .results import Parts, Tokens, Verified, copies_of
 from .sampling.records import RecordLayout, write
 from .settings import Options, Source
 from .stage_graphs import StageGraphs
@@ -93,7 +93,7 @@ class CgEngine(GrowingEngine[AnySize]):
         warm_ups = warm_ups_on(device) if options.warm else 0
         super().__init__(graphs, later, warm_ups, options.in_flight)
         self.limits, self.options = limits, options
-        self._copies = copy_stream(device)
+        self._copies = copies_of(device)
         self._widths = widths(limits, options)
         self._counting = np.arange(max(limits.slots, limits.draft_tokens + 1, *self._widths))
         # Those of requests, from the first to below the last; a model without states needs none.
@@ -114,6 +114,11 @@ class CgEngine(GrowingEngine[AnySize]):
         if work.proposals is not None:
             return self._verify(work, work.proposals)
         return self._decode(work)
+
+    def close(self) -> None:
+        super().close()
+        if self._copies is not None:
+            self._copies.close()
 
     # -- variants ----------------------------------------------------------------------------------
 

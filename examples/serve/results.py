@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,18 +21,86 @@ from .requests import How, Scores
 from .work import Result
 
 
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The copy of a result of a device, which the host may still have to wait for.
+
+    Attributes:
+        parts: in pinned memory of the host.
+        end: the event behind the copy.
+    """
+
+    parts: tuple[Tensor, ...]
+    end: torch.Event
+
+    @property
+    def has_come(self) -> bool:
+        """True if a wait takes no time: the copy is there, or the device has failed."""
+        try:
+            return bool(self.end.query())
+        except RuntimeError:  # which the reader is to get
+            return True
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The parts, once they are there; no stream waits.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self.end.synchronize()
+        return self.parts
+
+
+class Copies:
+    """Copies results of a device to the host, on a stream of their own.
+
+    On the caller's stream the next execution would follow the copy, and a wait for the copy would
+    include a wait for that execution.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._waiting = ThreadPoolExecutor(1, "copies")  # starts its thread when there is work
+
+    def begin(self, future: cg.Future) -> Copy:
+        """Copy the result of an execution that has ended well."""
+        with self._stream:
+            parts = _tuple(future.result())
+            host = tuple(torch.empty(part.shape, dtype=part.dtype).pin_memory() for part in parts)
+            for room, part in zip(host, parts, strict=True):
+                room.copy_(part, non_blocking=True)
+            return Copy(host, self._stream.record_event())
+
+    def tell(self, copy: Copy, call: Callable[[], None]) -> None:
+        """Call back in the running loop of asyncio, once a copy is there or the device has failed.
+
+        A thread waits for it, so that the loop takes commands meanwhile.
+        """
+        waiting = asyncio.get_running_loop().run_in_executor(self._waiting, copy.wait)
+
+        def told(waited: asyncio.Future[tuple[Tensor, ...]]) -> None:
+            if not waited.cancelled():
+                waited.exception()  # which the reader is to get
+            call()
+
+        waiting.add_done_callback(told)
+
+    def close(self) -> None:
+        """End the thread, once it has waited for what there is."""
+        self._waiting.shutdown(wait=False)
+
+
 class Tokens:
     """The result of a piece of work: tokens, and log-probabilities if its variant gives some.
 
-    On a device an execution has ended when its work is on streams. A stream of their own then
-    copies its tokens to the host. On the caller's stream the next execution would follow the copy,
-    and a wait for the tokens would include a wait for that execution.
+    On a device an execution has ended when its work is on streams, which is long before its tokens
+    are known. Whoever asks for the tokens then waits for the device.
 
     Args:
         count: the number of tokens that were asked for; the others are padding.
         how: what its variant gives besides.
         scored: the number of tokens of a prompt whose log-probabilities were asked for.
-        copies: the stream of a device that copies tokens; None where they are on the host.
+        copies: bring tokens to the host; None where they are there.
     """
 
     def __init__(
@@ -39,18 +109,17 @@ class Tokens:
         count: int,
         how: How = How.GREEDY,
         scored: int = 0,
-        copies: torch.Stream | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._future, self._count, self._how, self._scored = future, count, how, scored
-        self._host: tuple[Tensor, ...] = ()
-        self._copied: torch.Event | None = None
+        self._copy: Copy | None = None
         self._copies = copies
         if copies is not None:
-            future.add_done_callback(self._copy)
+            future.add_done_callback(self._begin_copy)
 
     def done(self) -> bool:
-        """Move the engine on, without waiting; true if the tokens are known."""
-        return self._future.done()
+        """Move the engine on, without waiting; true if the tokens are known, or an error is."""
+        return self._future.done() and (self._copy is None or self._copy.has_come)
 
     def result(self, timeout: float | None = None) -> list[int]:
         """The tokens; errors are those of `cg.Future.result`."""
@@ -78,30 +147,31 @@ class Tokens:
         return []
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call back when the work has ended, in the thread that moves the engine on."""
-        self._future.add_done_callback(lambda _: call())
+        """Call back when the tokens are known, in the thread that moves the engine on.
+
+        On a device this thread has to run a loop of asyncio.
+        """
+
+        def ended(_: cg.Future) -> None:
+            if self._copies is None or self._copy is None:
+                call()
+            else:
+                self._copies.tell(self._copy, call)
+
+        self._future.add_done_callback(ended)  # behind the one that begins the copy
 
     def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """The results of `Stage`: tokens, and log-probabilities."""
         if self._copies is None or self._future.exception(timeout) is not None:
             return _tuple(self._future.result(timeout))
-        if self._copied is None:
-            self._copy(self._future)
-        assert self._copied is not None, "the work has ended well"
-        self._copied.synchronize()  # makes the host wait, and no stream
-        return self._host
+        if self._copy is None:
+            self._begin_copy(self._future)
+        assert self._copy is not None, "the work has ended well"
+        return self._copy.wait()
 
-    def _copy(self, future: cg.Future) -> None:
-        if self._copies is None or self._copied is not None or future.exception() is not None:
-            return
-        with self._copies:
-            parts = _tuple(future.result())
-            self._host = tuple(
-                torch.empty(part.shape, dtype=part.dtype).pin_memory() for part in parts
-            )
-            for host, part in zip(self._host, parts, strict=True):
-                host.copy_(part, non_blocking=True)
-            self._copied = self._copies.record_event()
+    def _begin_copy(self, future: cg.Future) -> None:
+        if self._copies is not None and self._copy is None and future.exception() is None:
+            self._copy = self._copies.begin(future)
 
 
 class Verified(Tokens):
@@ -120,7 +190,7 @@ class Verified(Tokens):
         future: cg.Future,
         proposed: NDArray[np.int64],
         how: How,
-        copies: torch.Stream | None = None,
+        copies: Copies | None = None,
     ) -> None:
         super().__init__(future, len(proposed), how, copies=copies)
         self._proposed = proposed
@@ -194,8 +264,8 @@ class Parts:
             part.when_done(count)
 
 
-def copy_stream(device: torch.device | None) -> torch.Stream | None:
-    """A stream that copies results to the host, if the host can wait for events of the device."""
+def copies_of(device: torch.device | None) -> Copies | None:
+    """Copies from a device to the host, if the host can wait for events of the device."""
     if device is None or device.type == "cpu":
         return None
     stream = torch.Stream(device)
@@ -203,7 +273,7 @@ def copy_stream(device: torch.device | None) -> torch.Stream | None:
         stream.record_event().synchronize()
     except RuntimeError:
         return None
-    return stream
+    return Copies(stream)
 
 
 def _scores(values: Tensor, tokens: Tensor) -> list[Scores]:

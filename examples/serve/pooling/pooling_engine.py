@@ -13,7 +13,7 @@ import cg
 from ..growing import GrowingEngine, warm_ups_on
 from ..progress import said
 from ..requests import Limits
-from ..results import Tokens, copy_stream
+from ..results import Tokens, copies_of
 from ..settings import Options
 from ..variants import bucket
 from .encoders import Encoder
@@ -47,7 +47,12 @@ class CgPoolingEngine(GrowingEngine[PoolingSize]):
         warm_ups = warm_ups_on(graphs.device) if options.warm else 0
         super().__init__(graphs, later if options.late else [], warm_ups, options.in_flight)
         self.limits, self._padding = limits, model.padding
-        self._copies = copy_stream(graphs.device)
+        self._copies = copies_of(graphs.device)
+
+    def close(self) -> None:
+        super().close()
+        if self._copies is not None:
+            self._copies.close()
 
     def examples(self, size: PoolingSize) -> list[tuple[Any, ...]]:
         return [size.example(self._padding)]
