@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -51,6 +53,10 @@ class Copy:
         return self.parts
 
 
+Awaited = tuple[Copy, asyncio.AbstractEventLoop, Callable[[], None]]
+"""A copy, and what is called in which loop once it is there."""
+
+
 class Copies:
     """Copies results of a device to the host, on a stream of their own.
 
@@ -60,7 +66,8 @@ class Copies:
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
-        self._waiting = ThreadPoolExecutor(1, "copies")  # starts its thread when there is work
+        self._told: queue.SimpleQueue[Awaited | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def begin(self, future: cg.Future) -> Copy:
         """Copy the result of an execution that has ended well."""
@@ -76,18 +83,22 @@ class Copies:
 
         A thread waits for it, so that the loop takes commands meanwhile.
         """
-        waiting = asyncio.get_running_loop().run_in_executor(self._waiting, copy.wait)
-
-        def told(waited: asyncio.Future[tuple[Tensor, ...]]) -> None:
-            if not waited.cancelled():
-                waited.exception()  # which the reader is to get
-            call()
-
-        waiting.add_done_callback(told)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="copies", daemon=True)
+            self._thread.start()
+        self._told.put((copy, asyncio.get_running_loop(), call))
 
     def close(self) -> None:
         """End the thread, once it has waited for what there is."""
-        self._waiting.shutdown(wait=False)
+        self._told.put(None)
+
+    def _wait(self) -> None:
+        while (awaited := self._told.get()) is not None:
+            copy, loop, call = awaited
+            with contextlib.suppress(RuntimeError):  # which the reader is to get
+                copy.wait()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(call)
 
 
 class Tokens:

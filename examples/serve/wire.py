@@ -57,6 +57,7 @@ class Link(asyncio.Protocol):
         on_frame: called with the kind and the bytes of each frame.
         on_end: called once, when the other side has gone.
         on_room: called when there is room for more frames again, after `is_full`.
+        on_read: called behind the frames that have come together.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Link(asyncio.Protocol):
         on_frame: Callable[[Link, Kind, bytes], None],
         on_end: Callable[[Link], None],
         on_room: Callable[[], None] = lambda: None,
+        on_read: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_frame, self._on_end, self._on_room = on_frame, on_end, on_room
+        self._on_frame, self._on_end = on_frame, on_end
+        self._on_room, self._on_read = on_room, on_read
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self.is_full = False  # the other side does not read: keep what can be kept
@@ -109,6 +112,7 @@ class Link(asyncio.Protocol):
             self._on_frame(self, _KINDS[kind], bytes(self._buffer[at + _HEAD.size : end]))
             at = end
         del self._buffer[:at]
+        self._on_read()
 
     def pause_writing(self) -> None:
         self.is_full = True

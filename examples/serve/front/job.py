@@ -79,6 +79,7 @@ class EngineJob:
         self.limits: Limits | None = None
         self._metrics = metrics
         self._replies: dict[int, tuple[Reply, int]] = {}
+        self._changed: dict[Reply, int] = {}  # since the last read, and their new tokens
         self._outbox: list[Request] = []
         self._ids = 0
         self._link: Link | None = None
@@ -200,7 +201,7 @@ class EngineJob:
         for id_ in events.started:
             if id_ in self._replies:
                 self._metrics.count_start(self._replies[id_][0])
-        changed: dict[Reply, int] = {}
+        changed = self._changed
         for place in range(0, len(events.pairs), 2):
             entry = self._replies.get(events.pairs[place])
             if entry is not None:
@@ -221,6 +222,14 @@ class EngineJob:
                 reply, index = entry
                 reply.ends[index] = end
                 changed.setdefault(reply, 0)
+
+    def _tell_replies(self) -> None:
+        """Have the replies read whose tokens have come.
+
+        Frames that wait for this process come together. Their tokens share a chunk, so the front
+        is quicker the further it is behind.
+        """
+        changed, self._changed = self._changed, {}
         for reply, number in changed.items():
             self._metrics.count_tokens(reply, number)
             reply.touch()
@@ -232,7 +241,7 @@ class EngineJob:
     # -- the process -------------------------------------------------------------------------------
 
     def _connect(self) -> Link:
-        link = Link(self._on_frame, self._on_end)
+        link = Link(self._on_frame, self._on_end, on_read=self._tell_replies)
         if self._link is not None and not self._link.is_closed:
             return Link(lambda *_: None, lambda *_: None)  # one engine at a time
         self._link = link

@@ -28,6 +28,7 @@ from examples.serve.features import Features, parse
 from examples.serve.front import job as job_module
 from examples.serve.front.job import EngineJob
 from examples.serve.front.metrics import Metrics
+from examples.serve.front.reply import Reply
 from examples.serve.loop import EngineLoop
 from examples.serve.requests import LOGPROBS, End, Events, Limits, Request, Sampling, Scores
 from examples.serve.serving_loop import BACKLOG, BUDGET
@@ -420,6 +421,43 @@ def test_tokens_are_merged_while_nobody_reads(tmp_path: Path) -> None:
             assert front.tokens[each.id] == reference(each.prompt, 400, ROOMY)
 
     run(tmp_path, story)
+
+
+def test_frames_that_come_together_share_a_chunk(tmp_path: Path) -> None:
+    """A front that is behind reads several frames at a time, and writes each stream once."""
+
+    def frame(token: int, *ends: End) -> bytes:
+        payload = wire.pack_events(Events(pairs=array("I", (1, token, 2, token + 1)), ends=[*ends]))
+        return wire._HEAD.pack(len(payload), Kind.EVENTS) + payload
+
+    async def ask() -> None:
+        metrics = Metrics(Counter())
+        job = EngineJob([], tmp_path, Features(), 2, metrics)
+        link, job.state = job._connect(), job_module.State.READY
+        replies = [job.enter([Request(0, (1,), 9)]) for _ in range(2)]
+        written: list[tuple[int, list[int]]] = []
+
+        def writer(place: int, reply: Reply) -> Callable[[], bool]:
+            def write() -> bool:
+                written.append((place, reply.tokens[0]))
+                reply.tokens[0] = []
+                return True
+
+            return write
+
+        for place, reply in enumerate(replies):
+            reply.write = writer(place, reply)
+        together = frame(5) + frame(15) + frame(25, End(2, "length", 3))
+        link.data_received(frame(3) + together[:9])  # the second is cut off
+        assert written == [(0, [3]), (1, [4])]
+        link.data_received(together[9:])
+        assert written[2:] == [(0, [5, 15, 25]), (1, [6, 16, 26])]
+        assert [reply.ends for reply in replies] == [[None], [End(2, "length", 3)]]
+        assert metrics.generated_tokens == 8
+        link.data_received(b"")
+        assert len(written) == 4
+
+    asyncio.run(ask())
 
 
 def test_an_engine_in_the_process_of_the_front_says_why_it_ends(
