@@ -17,7 +17,7 @@ from .bench import OneGpu
 from .folder import write
 from .qwen2 import REAL, SMALL
 
-CLIENTS = 4
+CLIENTS = 8
 """Processes that send the requests: one cannot read what a GPU writes."""
 LEAST = 60.0
 """Seconds for a round, where the section has fewer left."""

@@ -2,7 +2,7 @@
 
     python benchmarks/serving/load.py --url http://127.0.0.1:8000 --requests 200 --rate 4
     python benchmarks/serving/load.py --url … --rate inf --scale 0.4 --goodput ttft:200 itl:50
-    python benchmarks/serving/load.py --url … --rate inf --requests 256 --processes 4
+    python benchmarks/serving/load.py --url … --rate inf --requests 256 --processes 8
 
 Arrivals are drawn from a seed: gaps are exponential, or gamma with --burstiness, or none with
 `--rate inf`; --scale multiplies them. Prompts are token ids, so no server spends time on text.
