@@ -102,6 +102,9 @@ def copying(stream: Stream) -> Iterator[Copies]:
         yield copies
     finally:
         copies.close()
+        if copies._thread is not None:
+            copies._thread.join(60)
+            assert not copies._thread.is_alive()
 
 
 def tokens_of(copies: Copies, error: Exception | None = None) -> Tokens:
