@@ -71,7 +71,7 @@ _notes: dict[str, _Notes] = {}
 """By type of device. A process has one device of a type; graphs of all steps share its notes."""
 
 
-def _checked(
+def checked(
     ids: Tensor, size: int, ignored: int | None, op: str, first: Sequence[int] | None = None
 ) -> Tensor:
     """A copy of ids, after a check that each is at least 0 and below `size`, or is `ignored`.
@@ -138,7 +138,7 @@ def forget(device: torch.device) -> None:
     notes.here.copy_(notes.there)
 
 
-_LIBRARY.impl("checked_ids", _checked, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("checked_ids", checked, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(
     "cg::checked_ids",
     lambda ids, size, ignored, op, first=None: torch.empty_like(ids),
@@ -146,4 +146,4 @@ torch.library.register_fake(
 )
 
 CHECKED_IDS = torch.ops.cg.checked_ids.default
-"""`_checked` as an operator, for graphs; a rank gives the indices of its piece's first entry."""
+"""`checked` as an operator, for graphs; a rank gives the indices of its piece's first entry."""

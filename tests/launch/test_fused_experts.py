@@ -22,8 +22,8 @@ from cg.tracer.method.experts.expert_products import (
     EXPERT_ORDER,
     EXPERT_OUTER,
     GROUPED_MM,
-    OWN_ROWS,
 )
+from cg.tracer.method.experts.rows_by_expert import OWN_ROWS
 
 WIDTH, EXPERTS, TOKENS = 8, 4, 6
 

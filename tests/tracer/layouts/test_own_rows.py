@@ -12,14 +12,8 @@ from torch.nn import functional
 
 import cg
 from cg.tracer.graph.layouts.propagation.partition import Partition
-from cg.tracer.method.experts.expert_products import (
-    EXPERT_LINEAR,
-    EXPERT_OUTER,
-    GROUPED_MM,
-    OWN_ROWS,
-    ROWS_BACK,
-    WITH_ROOM,
-)
+from cg.tracer.method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
+from cg.tracer.method.experts.rows_by_expert import OWN_ROWS, ROWS_BACK, SUMS_BY_TOKEN, WITH_ROOM
 
 from .simulation import check, layout, mesh, run
 
@@ -81,15 +75,15 @@ def test_values(route: str, cut: str) -> None:
         assert torch.equal(result, expected)
 
 
-def poisoned(rows: Tensor, count: int) -> Tensor:
+def poisoned(rows: Tensor, order: Tensor, count: int) -> Tensor:
     """`WITH_ROOM`, whose rows of nobody are no numbers."""
     room = torch.full((count, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
-    room[: len(rows)] = rows
+    room[: len(order)] = rows
     return room
 
 
 def test_ids_are_sorted_once_a_part() -> None:
-    """A rank computes its own rows alone, and brings back only what is added up over choices."""
+    """A rank computes its own rows alone, and adds them up over choices where they are."""
     layouts = [layout(t) for t in ("ep,-", "ep,-,-", "ep,-,-", "ep,-", "ep,-")]
     found = check(gradients, tensors(ROUTES["even"]), layouts, mesh(ep=2))
     counts = [Counter(node.target for node in graph.nodes) for graph in graphs_of(found.cut)]
@@ -99,8 +93,9 @@ def test_ids_are_sorted_once_a_part() -> None:
         assert count[OWN_ROWS] == 1
         assert not count[EXPERT_LINEAR] + count[EXPERT_OUTER]
     forward, backward = having[0], having[-1]
-    assert (forward[GROUPED_MM], forward[ROWS_BACK]) == (2, 1)
-    assert (backward[GROUPED_MM], backward[ROWS_BACK]) == (4, 2)
+    ops = (GROUPED_MM, SUMS_BY_TOKEN, ROWS_BACK)
+    assert [forward[op] for op in ops] == [2, 1, 0]
+    assert [backward[op] for op in ops] == [4, 1, 1], "gradients of shares are for each choice"
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])
@@ -111,7 +106,31 @@ def test_the_order_of_own_rows(first: int) -> None:
     order, ends = OWN_ROWS(ids, first, 2)
     assert order.tolist() == own
     assert ends.tolist() == [sum(int(ids.flatten()[i]) == first for i in own), len(own)]
-    every, same = OWN_ROWS(ids, first, 2, True)
+    every, same = OWN_ROWS(ids, first, 2, all_rows=True)
     assert every[: len(own)].tolist() == own
     assert sorted(every.tolist()) == list(range(8))
     assert torch.equal(same, ends)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 2**32 + 3])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_ids_of_no_expert(wrong: int, is_last: bool) -> None:
+    ids = torch.tensor([[3, 0], [2, 4]])
+    for total in (5, None):
+        assert OWN_ROWS(ids, 2, 2, total, [6, 0])[0].tolist() == [2, 0]
+    ids[-1, int(is_last)] = wrong
+    assert OWN_ROWS(ids, 2, 2)[1][-1] == 1 + is_last
+    with pytest.raises(IndexError, match=rf"expert_linear: index {wrong} at \[7, {int(is_last)}\]"):
+        OWN_ROWS(ids, 2, 2, 5, [6, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sums_by_token(dtype: torch.dtype) -> None:
+    """A half is rounded once, as `sum` does. Rows behind the last of an expert are none."""
+    rows = torch.tensor([[1.0], [2**-9], [2**-9], [3.0], [torch.nan]], dtype=dtype)
+    tokens, ends = torch.tensor([2, 2, 2, 0, 1]), torch.tensor([2, 4], dtype=torch.int32)
+    sums = SUMS_BY_TOKEN(rows, tokens, ends, 4)
+    assert sums.dtype is dtype
+    expected = torch.tensor([3.0, 0.0, rows[:3].sum(), 0.0], dtype=dtype)
+    assert torch.equal(sums[:, 0], expected)
+    assert SUMS_BY_TOKEN(rows, tokens, ends[:0], 4).tolist() == [[0.0]] * 4

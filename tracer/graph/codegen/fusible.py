@@ -17,7 +17,7 @@ from torch import fx
 
 from ...method.attention.flex_operators import fused_form
 from ...method.dropout.dropout_operators import fused_dropout
-from ...method.experts.expert_products import FIRST_ROWS, OWN_ROWS
+from ...method.experts.rows_by_expert import FIRST_ROWS, OWN_ROWS
 from ..autodiff.products import ADD_PRODUCT, GradientProduct
 from ..autodiff.subgraphs import Subgraph, fake_of, results
 from ..layouts.asked import ASKED
@@ -72,9 +72,8 @@ def make_fusible(piece: Subgraph, products: Mapping[int, GradientProduct]) -> Fu
         elif is_expert_product(node):
             copies[node] = parts.add(node)
         elif node.target is OWN_ROWS:  # kernels have as many rows as fakes
-            ids, first, experts = node.args[:3]
-            taken = fx.node.map_arg(ids, copies.__getitem__)
-            copies[node] = graph.call_function(OWN_ROWS, (taken, first, experts, True))
+            taken = fx.node.map_arg(node.args, copies.__getitem__)
+            copies[node] = graph.call_function(OWN_ROWS, taken, {"all_rows": True})
         elif node.target is FIRST_ROWS:
             copies[node] = fx.node.map_arg(node.args[0], copies.__getitem__)
         elif node not in copies and node.op != "output":

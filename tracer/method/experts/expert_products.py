@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .rows_by_expert import all_by_expert, own_rows, rows_back
+
 _LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "grouped_mm(Tensor left, Tensor right, Tensor ends) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "grouped_mm.out(Tensor left, Tensor right, Tensor ends, *, Tensor(a!) out) -> Tensor(a!)"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "expert_linear(Tensor input, Tensor weight, Tensor ids, bool partial=False) -> Tensor"
@@ -32,16 +37,6 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "expert_order(Tensor ids, SymInt experts, bool partial=False) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "own_rows(Tensor ids, SymInt first, SymInt experts, bool all_rows=False) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "first_rows(Tensor(a) rows, Tensor order) -> Tensor(a)"
-)
-_LIBRARY.define("with_room(Tensor rows, SymInt count) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "rows_back(Tensor rows, Tensor order, Tensor ends, SymInt count) -> Tensor"
 )
 
 _ALIGNMENT = 16
@@ -110,22 +105,10 @@ def in_order_of_ids(
         partial: whether rows of experts elsewhere are zeros.
     """
     if partial:
-        result = _rows_back(rows, order, ends, ids.numel())
+        result = rows_back(rows, order, ends, ids.numel())
     else:
         result = rows.new_empty(rows.shape).index_copy_(0, order, rows)
     return result.view(*ids.shape, rows.shape[1])
-
-
-def _rows_back(rows: Tensor, order: Tensor, ends: Tensor, count: int) -> Tensor:
-    """Rows that are sorted by expert, at their places among `count`; all others are zeros."""
-    if rows.device.type == "cpu":
-        last = int(ends[-1]) if len(ends) else 0
-        rows, order = rows[:last], order[:last]
-    else:
-        is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
-        rows = torch.where(is_here.view(-1, *(1,) * (rows.dim() - 1)), rows, 0)
-    make = rows.new_empty if len(rows) == count else rows.new_zeros
-    return make(count, *rows.shape[1:]).index_copy_(0, order, rows)
 
 
 def _expert_outer(
@@ -143,69 +126,18 @@ def by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]
     to tell the host how many they are.
     """
     if partial:
-        return _own_rows(ids, 0, experts)
-    return _all_by_expert(ids, experts, partial)
-
-
-def _own_rows(
-    ids: Tensor, first: int, experts: int, all_rows: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The order and the ends of `by_expert` for a rank that has some of the experts.
-
-    Args:
-        ids: integers `[tokens, choices]`.
-        first, experts: the rank's first expert, and how many it has.
-        all_rows: whether rows of experts elsewhere come last, also on a host.
-    """
-    if ids.device.type != "cpu":
-        return _all_by_expert(ids - first, experts, partial=True)
-    ranked, order = ids.reshape(-1).to(torch.int64).sort(stable=True)
-    numbers = torch.arange(first - 1, first + experts)
-    bounds = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
-    start, end = int(bounds[0]), int(bounds[-1])
-    own = order[start:end]
-    if all_rows:
-        own = torch.cat([own, order[:start], order[end:]])
-    return own, bounds[1:] - bounds[0]
-
-
-def _first_rows(rows: Tensor, order: Tensor) -> Tensor:
-    """The rows that an order has, of those that are sorted by it."""
-    return rows[: len(order)]
-
-
-def _with_room(rows: Tensor, count: int) -> Tensor:
-    """A copy of rows that are sorted by expert, as `count` rows; the others are not defined."""
-    result = rows.new_empty(count, *rows.shape[1:])
-    result[: len(rows)] = rows
-    return result
+        return own_rows(ids, 0, experts)
+    return all_by_expert(ids, experts, partial)
 
 
 def _expert_order(
     ids: Tensor, experts: int, partial: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The order that sorts rows by expert, the place of each row in it, and where groups end."""
-    order, ends = _all_by_expert(ids, experts, partial)
+    order, ends = all_by_expert(ids, experts, partial)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return order, place, ends
-
-
-def _all_by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
-    flat = ids.reshape(-1)
-    is_here = (flat >= 0) & (flat < experts)
-    if partial:
-        flat = torch.where(is_here, flat, experts)
-    elif flat.device.type != "cpu":
-        torch._assert_async(is_here.all())  # the host does not wait for the device
-    elif not is_here.all():
-        raise IndexError(
-            f"expert_linear: {int(flat[~is_here][0])} is the index of no expert: there are "
-            f"{experts}, 0 to {experts - 1}; correct the ids"
-        )
-    ranked, order = flat.to(torch.int32).sort(stable=True)
-    numbers = torch.arange(experts, device=ids.device, dtype=torch.int32)
-    return order, torch.searchsorted(ranked, numbers, right=True, out_int32=True)
 
 
 def sorted_rows(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
@@ -215,28 +147,37 @@ def sorted_rows(rows: Tensor, ids: Tensor, order: Tensor) -> Tensor:
     return rows.reshape(-1, rows.shape[-1]).index_select(0, order)
 
 
-def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
     """Products in groups with offsets, as torch.nn.functional.grouped_mm, for all types, strides.
 
     Where both are matrices, groups are of the dimension that is contracted. Else they are of the
     rows of the left matrix, or of the columns of the right one.
     """
+    if left.dim() == 2 and right.dim() == 3:
+        return rows_by_group(left, right, ends, out)
     if left.dim() == 3:
-        return rows_by_group(right.t(), left.transpose(1, 2), ends).t()
-    if right.dim() == 3:
-        return rows_by_group(left, right, ends)
-    return _sums_by_group(left.t(), right, ends)
+        result = rows_by_group(right.t(), left.transpose(1, 2), ends).t()
+    else:
+        result = _sums_by_group(left.t(), right, ends)
+    return result if out is None else out.copy_(result)
 
 
-def rows_by_group(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def rows_by_group(
+    rows: Tensor, matrices: Tensor, ends: Tensor, out: Tensor | None = None
+) -> Tensor:
     """The product of each group of rows with its matrix; what is behind the last is not defined."""
     if _has_kernel(rows, matrices):
-        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
-    return group_by_group(rows, lambda group: matrices[group], matrices.shape[2], ends)
+        result = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+        return result if out is None else out.copy_(result)
+    return group_by_group(rows, matrices.unbind().__getitem__, matrices.shape[2], ends, out)
 
 
 def group_by_group(
-    rows: Tensor, matrix: Callable[[int], Tensor], width: int, ends: Tensor
+    rows: Tensor,
+    matrix: Callable[[int], Tensor],
+    width: int,
+    ends: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The product of each group of rows with its matrix, one after the other.
 
@@ -245,27 +186,36 @@ def group_by_group(
         matrix: gives that of a group, `[in, width]`; it is asked for groups that have rows.
         width: of the result.
         ends: of groups, int32.
+        out: memory for the result, or None.
     """
-    products = rows.new_empty(len(rows), width)
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        if end > start:
-            torch.mm(rows[start:end], matrix(group), out=products[start:end])
-        start = end
-    products[start:].zero_()
+    products = rows.new_empty(len(rows), width) if out is None else out
+    sizes = _sizes(ends, len(rows))
+    *parts, _ = rows.split_with_sizes(sizes)
+    *places, rest = products.split_with_sizes(sizes)
+    for group, (part, place) in enumerate(zip(parts, places, strict=True)):
+        if sizes[group]:
+            torch.mm(part, matrix(group), out=place)
+    if sizes[-1]:
+        rest.zero_()
     return products
+
+
+def _sizes(ends: Tensor, count: int) -> list[int]:
+    """How many rows each group has; and, at the end, how many of `count` rows are of none."""
+    stops = [*ends.tolist(), count]
+    return [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def _sums_by_group(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """For each group of rows, the product of the left rows, transposed, with the right ones."""
     if _has_kernel(left, right):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
-    sums = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    start = 0
-    for total, end in zip(sums, ends.tolist(), strict=True):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=total)
-        start = end
+    sums = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    sizes = _sizes(ends, len(left))
+    columns = left.t().split_with_sizes(sizes, 1)
+    rows = right.split_with_sizes(sizes)
+    for total, *factors in zip(sums.unbind(), columns, rows, strict=False):
+        torch.mm(*factors, out=total)  # a product over no rows is zeros
     return sums
 
 
@@ -328,14 +278,11 @@ def _fake_grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 for _name, _kernel in {
-    "grouped_mm": _grouped_mm,
+    "grouped_mm": grouped_mm,
+    "grouped_mm.out": grouped_mm,
     "expert_linear": _expert_linear,
     "expert_outer": _expert_outer,
     "expert_order": _expert_order,
-    "own_rows": _own_rows,
-    "first_rows": _first_rows,
-    "with_room": _with_room,
-    "rows_back": _rows_back,
 }.items():
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("cg::grouped_mm", _fake_grouped, lib=_LIBRARY)
@@ -360,23 +307,6 @@ torch.library.register_fake(
     ),
     lib=_LIBRARY,
 )
-torch.library.register_fake(
-    "cg::own_rows",
-    lambda ids, first, experts, all_rows=False: (
-        ids.new_empty(ids.numel(), dtype=torch.int64),
-        ids.new_empty(experts, dtype=torch.int32),
-    ),
-    lib=_LIBRARY,
-)
-torch.library.register_fake("cg::first_rows", _first_rows, lib=_LIBRARY)
-torch.library.register_fake(
-    "cg::with_room", lambda rows, count: rows.new_empty(count, *rows.shape[1:]), lib=_LIBRARY
-)
-torch.library.register_fake(
-    "cg::rows_back",
-    lambda rows, order, ends, count: rows.new_empty(count, *rows.shape[1:]),
-    lib=_LIBRARY,
-)
 torch.library.register_autograd(
     "cg::expert_linear", _linear_backward, setup_context=_save, lib=_LIBRARY
 )
@@ -385,13 +315,10 @@ torch.library.register_autograd(
 )
 
 GROUPED_MM = torch.ops.cg.grouped_mm.default
+GROUPED_MM_OUT = torch.ops.cg.grouped_mm.out
 EXPERT_LINEAR = torch.ops.cg.expert_linear.default
 EXPERT_OUTER = torch.ops.cg.expert_outer.default
 EXPERT_ORDER = torch.ops.cg.expert_order.default
-OWN_ROWS = torch.ops.cg.own_rows.default
-FIRST_ROWS = torch.ops.cg.first_rows.default
-WITH_ROOM = torch.ops.cg.with_room.default
-ROWS_BACK = torch.ops.cg.rows_back.default
 
 
 @register_flop_formula(torch.ops.cg.grouped_mm)

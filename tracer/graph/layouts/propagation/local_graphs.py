@@ -144,7 +144,7 @@ class LocalGraphBuilder:
             return
         op = RankOp(self, node, self.value)
         answer = self._propagation.answers[node]
-        summed = self._rows.outer(node, op) if self._rows.is_outer(node) else None
+        summed = self._rows.sums(node, op)
         layouts = [*answer.wanted, *(layout for layout in answer.results if layout is not None)]
         result: Any
         if node in self._propagation.own_rows:

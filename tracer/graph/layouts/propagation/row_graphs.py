@@ -16,16 +16,15 @@ import torch
 from torch import fx
 
 from .....ir.layout import Position, Region
-from ....checked_ids import CHECKED_IDS
-from ....method.experts.expert_products import (
-    EXPERT_LINEAR,
-    EXPERT_OUTER,
+from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER, GROUPED_MM
+from ....method.experts.rows_by_expert import (
     FIRST_ROWS,
-    GROUPED_MM,
     OWN_ROWS,
     ROWS_BACK,
+    SUMS_BY_TOKEN,
     WITH_ROOM,
 )
+from ....values.operators import argument_of
 from ..cases import LocalOp, Shape
 from ..rules.rows import first_entry
 from ..versions import OwnRows, Propagation, Version
@@ -71,17 +70,46 @@ class RowGraph:
         if version in self._arrived:
             return self._arrived[version]
         rows, shape = self._rows[version], self._shape(version)
-        room = self._emit(WITH_ROOM, rows, math.prod(shape[:2]))
+        order, _ = self._order(self._run.own_rows[version.node])
+        room = self._emit(WITH_ROOM, rows, order, math.prod(shape[:2]))
         return self._emit(_ATEN.view.default, room, list(shape))
 
     def all_rows(self, version: Version) -> fx.Node:
         """A version with its rows in the order of ids, and zeros for rows of experts elsewhere."""
+        answer = self._run.answers.get(version.node)
+        assert answer is None or answer.routing is not None, "a product alone takes these rows"
         own, shape = self._run.own_rows[version.node], self._shape(version)
         order, ends = self._order(own)
         back = self._emit(ROWS_BACK, self._own(version), order, ends, math.prod(shape[:2]))
         return self._emit(_ATEN.view.default, back, list(shape))
 
-    def is_outer(self, node: fx.Node) -> bool:
+    def sums(self, node: fx.Node, op: LocalOp) -> fx.Node | None:
+        """The result of an op that adds up rows that are held in order; None for another op."""
+        if self._is_outer(node):
+            return self._outer(node, op)
+        return self._sums_by_token(node) if self._adds_choices(node) else None
+
+    def _adds_choices(self, node: fx.Node) -> bool:
+        """True if an op adds up the rows of each token."""
+        if node.target is not _ATEN.sum.dim_IntList or node in self._run.own_rows:
+            return False
+        dims, keeps, dtype = (
+            argument_of(node.target, node.args, node.kwargs, name)
+            for name in ("dim", "keepdim", "dtype")
+        )
+        (version, *_) = self._run.reads[node]
+        answer, fake = self._run.answers[node], version.node.meta["val"]
+        is_plain = not (keeps or dtype or answer.sizes or answer.local)
+        is_known = self._run.rows_of(version) is not None and fake.is_floating_point()
+        return is_plain and is_known and [dim % fake.dim() for dim in dims or ()] == [1]
+
+    def _sums_by_token(self, node: fx.Node) -> fx.Node:
+        (version, *_) = self._run.reads[node]
+        own, count = self._run.own_rows[version.node], self._shape(version)[0]
+        order, ends = self._tokens(own), self._order(own)[1]
+        return self._emit(SUMS_BY_TOKEN, self._own(version), order, ends, count)
+
+    def _is_outer(self, node: fx.Node) -> bool:
         """True if a node adds up products of rows of which some are held in order."""
         if node.target is not EXPERT_OUTER:
             return False
@@ -89,7 +117,7 @@ class RowGraph:
         known = {self._run.rows_of(version) for version in rows} - {None}
         return len(known) == 1 and next(iter(known)).ids == ids  # type: ignore[union-attr]
 
-    def outer(self, node: fx.Node, op: LocalOp) -> fx.Node | None:
+    def _outer(self, node: fx.Node, op: LocalOp) -> fx.Node | None:
         """The sums of products over the rows of each expert; None if other experts are asked."""
         left, right, _ = self._run.reads[node][:3]
         own = self._run.rows_of(left) or self._run.rows_of(right)
@@ -174,8 +202,7 @@ class RowGraph:
             ((first, last),) = own.cut.piece(own.experts, self._builder.position)
             place = first_entry(self._builder.region(own.ids))
             ids = self._builder.value(own.ids)
-            checked = self._emit(CHECKED_IDS, ids, own.experts, None, "expert_linear", place)
-            both = self._emit(OWN_ROWS, checked, first, last - first)
+            both = self._emit(OWN_ROWS, ids, first, last - first, own.experts, place)
             return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
 
         order: tuple[fx.Node, fx.Node] = self._first(("order", own), add)
@@ -201,7 +228,11 @@ class RowGraph:
         )
 
     def _view(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        return self._emit(_ATEN.view.default, node, list(shape))
+        def add() -> fx.Node:
+            return self._emit(_ATEN.view.default, node, list(shape))
+
+        view: fx.Node = self._first(("view", node, tuple(shape)), add)
+        return view
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         return self._builder.emit(target, args, {})
