@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from cg.tracer.method.experts.rows_by_expert import OWN_ROWS, ROWS_BACK, SUMS_BY
 from .simulation import check, layout, mesh, run
 
 EXPERTS, WIDTH, TOKENS = 4, 6, 8
+MUL = torch.ops.aten.mul.Tensor
+OF_GROUPS: dict[str, Any] = {"op": "call_function", "target": GROUPED_MM}
 
 
 def mixture(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
@@ -96,6 +99,24 @@ def test_ids_are_sorted_once_a_part() -> None:
     ops = (GROUPED_MM, SUMS_BY_TOKEN, ROWS_BACK)
     assert [forward[op] for op in ops] == [2, 1, 0]
     assert [backward[op] for op in ops] == [4, 1, 1], "gradients of shares are for each choice"
+    graphs = [graph for graph in graphs_of(found.cut) if graph.find_nodes(**OF_GROUPS)]
+    products = [n for g in graphs for n in g.find_nodes(op="call_function", target=MUL)]
+    shapes = {tuple(node.meta["val"].shape[1:]) for node in products}
+    assert shapes == {(WIDTH,)}, "gradients are multiplied by shares in the order of experts"
+
+
+def test_a_value_that_others_take_as_well() -> None:
+    """Rows of experts elsewhere are no zeros in a value that no product has made."""
+
+    def function(x: Tensor, up: Tensor, ids: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.unsqueeze(1) * shares.unsqueeze(-1)
+        return cg.expert_linear(rows, up, ids).sum(1), rows.cos().sum()
+
+    x, up, _, ids, shares = tensors(ROUTES["one token"])
+    layouts = [layout(t) for t in ("-,-", "ep,-,-", "-,-", "-,-")]
+    found = check(function, [x, up[:, :WIDTH], ids, shares], layouts, mesh(ep=2))
+    (rows,) = found.propagation.graph.find_nodes(op="call_function", target=MUL)
+    assert rows not in found.propagation.own_rows
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])

@@ -3,7 +3,8 @@
 A routed value is zero on a rank, but for the rows of the rank's experts. On a host, a rank holds
 these rows alone, in the order of its experts, where nothing else asks for the value: no transfer
 and no output of the graph. So products sort ids once, ops between them compute no zeros, and a
-backward takes what a forward has saved without sorting it again.
+backward takes what a forward has saved without sorting it again. A rank holds so as well what only
+its own experts' products take, such as the gradients of tokens times their shares.
 
 A device would have to tell the host how many rows there are, so there all rows are held.
 """
@@ -17,10 +18,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ....method.experts.expert_products import EXPERT_LINEAR
+from ....method.experts.expert_products import EXPERT_LINEAR, EXPERT_OUTER
 from ....method.node_memory import memory_of
 from ....values.operators import argument_of, written_values
-from ..cases import Routing
 from ..rules.pointwise import is_pointwise
 from ..versions import OwnRows, Propagation, Version
 
@@ -75,7 +75,37 @@ class _OwnRowsSearch:
             rows = self._rows(node)
             if rows is not None:
                 self._known[node] = rows
+        for node in reversed(self._run.graph.nodes):
+            rows = self._rows_of_uses(node)
+            if rows is not None:
+                self._known[node] = rows
         return self._known
+
+    def _rows_of_uses(self, node: fx.Node) -> OwnRows | None:
+        """The rows of an op of entries, if all that takes its value are products of these rows."""
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        if node in self._known or node not in self._run.answers or not is_tensor:
+            return None
+        taken = {self._rows_of_product(node, use) for use in node.users}
+        rows = taken.pop() if len(taken) == 1 else None
+        if rows is None or not self._may(node):
+            return None
+        assert isinstance(node.target, torch._ops.OpOverload)
+        return rows if is_pointwise(node.target) and self._keeps_rows(node, rows) else None
+
+    def _rows_of_product(self, node: fx.Node, use: fx.Node) -> OwnRows | None:
+        """The rows of which a rank multiplies a value with its experts, or None if of others."""
+        if use.target is EXPERT_LINEAR:
+            is_rows = node not in [version.node for version in self._run.reads[use][1:]]
+            return self._known.get(use) if is_rows else None
+        if use.target is not EXPERT_OUTER:
+            return None
+        *factors, ids = self._run.reads[use][:3]
+        others = [version.node for version in factors if version.node is not node]
+        rows = self._known.get(others[0]) if len(others) == 1 else None
+        if rows is None or ids.node is node:
+            return None
+        return rows if (ids, self._run.layout(use).cuts[0]) == (rows.ids, rows.cut) else None
 
     def _rows(self, node: fx.Node) -> OwnRows | None:
         if node.target is operator.getitem:
@@ -84,15 +114,17 @@ class _OwnRowsSearch:
         answer = self._run.answers.get(node)
         if answer is None or answer.routing is None or not all(map(self._may, _tensors(node))):
             return None
+        routing = answer.routing
         if node.target is EXPERT_LINEAR:
             ids = self._run.reads[node][2]
-            rows = OwnRows(ids, answer.routing.experts, answer.routing.cut)
-            return rows if ids.node is answer.routing.ids and self._is_held(rows) else None
+            rows = OwnRows(ids, routing.experts, routing.cut)
+            return rows if ids.node is routing.ids and self._is_held(rows) else None
         taken = {self._known.get(version.node) for version in self._run.reads[node]}
         known = [rows for rows in taken if rows is not None]
-        if len(known) != 1 or not self._keeps_rows(node, known[0], answer.routing):
+        if len(known) != 1 or not self._keeps_rows(node, known[0]):
             return None
-        return known[0]
+        is_same = (routing.ids, routing.cut) == (known[0].ids.node, known[0].cut)
+        return known[0] if is_same and routing.dims == (0, 1) else None
 
     def _may(self, node: fx.Node) -> bool:
         """True if ranks may hold a value in part: nothing else takes it, or writes to it."""
@@ -110,15 +142,12 @@ class _OwnRowsSearch:
         pieces = (rows.cut.piece(rows.experts, place.position(rank)) for rank in place.ranks)
         return memory_of(rows.ids.node) not in self._written and all(len(p) == 1 for p in pieces)
 
-    def _keeps_rows(self, node: fx.Node, rows: OwnRows, routing: Routing) -> bool:
+    def _keeps_rows(self, node: fx.Node, rows: OwnRows) -> bool:
+        """True if an op computes each row of its results of the same row of its operands."""
         run, answer, target = self._run, self._run.answers[node], node.target
         assert isinstance(target, torch._ops.OpOverload)
         layouts = [layout for layout in run.layouts[node] if layout is not None]
-        if (
-            answer.sizes
-            or (routing.ids, routing.cut, routing.dims) != (rows.ids.node, rows.cut, (0, 1))
-            or any(layout.cuts[:2] != rows.ids.layout.cuts for layout in layouts)
-        ):
+        if answer.sizes or any(layout.cuts[:2] != rows.ids.layout.cuts for layout in layouts):
             return False
         shapes = [tuple(version.node.meta["val"].shape) for version in run.reads[node]]
         results = [tuple(value.meta["val"].shape) for value in _tensors(node)]
