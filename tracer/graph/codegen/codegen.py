@@ -37,6 +37,7 @@ from .direct_calls import call_of
 from .fusible import make_fusible
 from .generated_source import BodySources, GeneratedSource, SettledSources, SourceStore
 from .locator import Locator, show
+from .rooms import rooms_of
 from .strides import StrideComparison, compared, laid_out
 
 _serial = itertools.count()
@@ -226,10 +227,13 @@ class _BodyWriter:
         self._known: dict[int, str] = {}
         self._constants = fold_constants(piece.graph) if compute is None else {}
         self._last_use = _last_uses(piece.graph, self._constants)
+        self._rooms = rooms_of(piece.graph, self._constants) if compute is None else {}
+        filled = {room.node for room in self._rooms.values()}
         self._early = self._early_gradients() if compute is None else {}
-        passed = {n for product in products.values() for n in product.nodes} | {*self._constants}
+        self._passed = {n for product in products.values() for n in product.nodes}
+        self._passed |= {*self._constants, *filled}
         every = compared(piece) if compute is None else {}
-        self.strides = {node: strides for node, strides in every.items() if node not in passed}
+        self.strides = {n: s for n, s in every.items() if n not in self._passed}
         self.differing: frozenset[str] | None = frozenset()
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.reads)]
@@ -249,15 +253,14 @@ class _BodyWriter:
             yield from ((text, None) for text in self._call())
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
-        passed = {node for product in products.values() for node in product.nodes}
-        passed |= self._constants.keys()
         for node in self.piece.graph.nodes:
             text = None
             if node in adds:
                 factors = [self._literal(factor) for factor in products[adds[node]].factors]
                 text = self._add_product(adds[node], factors)
-            elif node.op in ("call_function", "get_attr") and node not in passed:
-                text = f"    {node.name} = {self._expression(node)}{self._layout(node)}"
+            elif node.op in ("call_function", "get_attr") and node not in self._passed:
+                opening = self._rooms[node].opening if node in self._rooms else ""
+                text = f"    {opening}{node.name} = {self._expression(node)}{self._layout(node)}"
             if text is not None:
                 drop = ", ".join(n.name for n in self._last_use.get(node, ()))
                 yield f"{text}; del {drop}" if drop else text, locations.get(node)
@@ -363,9 +366,12 @@ class _BodyWriter:
             return f"{self._literal(value)}[{self._literal(index)}]"
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        name = self._global(call_of(node.target))
-        if isinstance(node.target, torch._ops.OpOverload):
-            self.operators[name] = node.target
+        room, target = self._rooms.get(node), node.target
+        if room is not None:
+            args, target = [*args, room.argument], room.form
+        name = self._global(call_of(target))
+        if isinstance(target, torch._ops.OpOverload):
+            self.operators[name] = target
         text = f"{name}({', '.join(args)})"
         # Otherwise each product would copy the expanded matrix for itself.
         return f"{text}.contiguous()" if is_expanded_for_products(node) else text

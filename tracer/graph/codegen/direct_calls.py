@@ -3,7 +3,8 @@
 A call of an operator converts its arguments by the operator's schema, one by one. A binding parses
 them in generated code, which saves half a microsecond and more. Both look for `__torch_function__`.
 The table has operators in which small graphs spend their time, and whose binding takes the same
-arguments.
+arguments. An operator of cg's own that is written in Python is called without the dispatcher, which
+would take longer than some of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...method.experts.expert_products import GROUPED_MM, GROUPED_MM_OUT, grouped_mm
+from ...method.experts.rows_by_expert import KERNELS
 from ..layouts.asked import ASKED
 
 _ATEN = torch.ops.aten
@@ -28,6 +31,7 @@ BINDINGS: Mapping[object, Callable[..., Any]] = {
     _ATEN.add.Tensor: _FUNCTIONS.add,
     _ATEN.sub.Tensor: _FUNCTIONS.sub,
     _ATEN.mul.Tensor: _FUNCTIONS.mul,
+    _ATEN.mul.out: _FUNCTIONS.mul,
     _ATEN.div.Tensor: _FUNCTIONS.div,
     _ATEN.mm.default: _FUNCTIONS.mm,
     _ATEN.addcmul.default: _FUNCTIONS.addcmul,
@@ -39,6 +43,9 @@ BINDINGS: Mapping[object, Callable[..., Any]] = {
     _ATEN.unsqueeze.default: _FUNCTIONS.unsqueeze,
     _ATEN.select.int: _FUNCTIONS.select,
     ASKED: _copy,
+    GROUPED_MM: grouped_mm,
+    GROUPED_MM_OUT: grouped_mm,
+    **KERNELS,
 }
 
 
