@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .few_queries import loop_over_few
-from .split import Compute, compile_in_parts
+from .split import CompiledGraphs, Compute, compile_in_parts
 
 OPTIONS = {
     "fallback_random": True,  # operators that draw numbers draw the same ones as without fusion
@@ -51,7 +51,7 @@ def check_name(name: object) -> None:
 
 
 def fuser(name: str) -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
-    """The compiler of a name.
+    """The compiler of a name, which compiles equal graphs once.
 
     Raises:
         ValueError: there is none of that name.
@@ -80,6 +80,12 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
         ) from error
     missing = getattr(exceptions, "InvalidCxxCompiler", ())
 
+    def whole(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Compute:
+        compute = compile_(wrapper(graph, _as_given), inputs, _options(inputs))
+        return _as_compiled(compute, inputs)
+
+    compiled = CompiledGraphs(whole)
+
     def run(module: fx.GraphModule, examples: Sequence[Tensor]) -> Compute:
         mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=shapes.ShapeEnv(), static_shapes=True
@@ -91,16 +97,11 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             ]
         loop_over_few(module.graph)
         module.recompile()
-        options = OPTIONS | {"compile_threads": _compile_threads(examples)}
-        with config.patch(options):
+        with config.patch(_options(examples)):
             workers.wakeup()  # they import torch while graphs are made ready for them
-
-        def whole(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Compute:
-            return _as_compiled(compile_(wrapper(graph, _as_given), inputs, options), inputs)
-
         try:
             with torch.no_grad(), _on_devices(examples):
-                return compile_in_parts(module, fakes, mode, whole)
+                return compile_in_parts(module, fakes, mode, compiled)
         except Exception as error:
             if any(isinstance(cause, missing) for cause in _causes(error)):
                 raise FuseError(
@@ -115,14 +116,14 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
 FUSERS = {"inductor": _inductor}
 
 
-def _compile_threads(examples: Sequence[Tensor]) -> int:
-    """The processes that compile: on GPUs one for each core of the rank.
+def _options(examples: Sequence[Tensor]) -> dict[str, Any]:
+    """The options for a graph, whose processes that compile are one for each core on GPUs.
 
     On hosts the compiler is g++, a process of its own already. With one, nothing is started.
     """
     if not any(example.is_cuda for example in examples):
-        return 1
-    return min(WORKERS, len(os.sched_getaffinity(0)))
+        return OPTIONS
+    return OPTIONS | {"compile_threads": min(WORKERS, len(os.sched_getaffinity(0)))}
 
 
 def _as_given(values: list[Tensor]) -> list[Tensor]:

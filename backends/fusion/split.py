@@ -1,9 +1,10 @@
-"""Compile a graph in parts, of which equal ones are compiled once.
+"""Compile a graph in parts, and equal parts and graphs once.
 
 A compiler takes its time for each operator of a graph, and the layers of a model are the same
 operators. So a graph is cut into what stands ahead of its layers, the layers, and what stands
 behind. A layer's code is compiled once, and runs as often as there are layers, each time with other
-tensors. Cuts stand where no kernel would be fused across them (`repeats.py`).
+tensors. Cuts stand where no kernel would be fused across them (`repeats.py`). Where ranks exchange
+something, each layer is functions of its own, whose graphs are equal as a whole.
 """
 
 from __future__ import annotations
@@ -31,11 +32,38 @@ NOWHERE = float("inf")
 """The cost of a cut where none may be."""
 
 
+class CompiledGraphs:
+    """The code of graphs that are compiled as a whole, which equal graphs share.
+
+    Args:
+        compile_: compiles a graph as a whole.
+    """
+
+    def __init__(self, compile_: Compile) -> None:
+        self._compile = compile_
+        self._known: dict[Any, tuple[Compute, fx.GraphModule]] = {}
+
+    def compute(self, module: fx.GraphModule, fakes: Sequence[Tensor], key: Any) -> Compute:
+        """The code of a graph.
+
+        Args:
+            key: equal for graphs that the same code computes; it may have ids of the module's
+                constants, so the module is held.
+        """
+        if key not in self._known:
+            self._known[key] = self._compile(module, fakes), module
+        return self._known[key][0]
+
+    def compute_alone(self, module: fx.GraphModule, fakes: Sequence[Tensor]) -> Compute:
+        """The code of a graph that is compared with no other."""
+        return self._compile(module, fakes)
+
+
 def compile_in_parts(
     module: fx.GraphModule,
     fakes: Sequence[Tensor],
     mode: FakeTensorMode,
-    compile_: Compile,
+    compiled: CompiledGraphs,
     least: int = LEAST,
 ) -> Compute:
     """Compile a graph, and parts that repeat in it once.
@@ -43,20 +71,20 @@ def compile_in_parts(
     Args:
         fakes: for each placeholder a fake tensor.
         mode: of the fake tensors.
-        compile_: compiles a graph as a whole.
+        compiled: graphs that have been compiled so far; it compiles others.
         least: operators that have to be saved, or the graph is compiled as a whole.
     """
     graph = _SplitGraph(module, fakes, mode)
-    spans = list(graph.spans(range(len(graph.operators)), least)) if graph.is_plain else []
+    if not graph.is_plain:
+        return compiled.compute_alone(module, fakes)
+    spans = list(graph.spans(range(len(graph.operators)), least))
     if len(spans) < 2:
-        return compile_(module, fakes)
-    computes: dict[Any, Compute] = {}
+        return compiled.compute(module, fakes, graph.key(fakes))
     calls = []
     for span in spans:
         part = graph.part(span)
-        if part.key not in computes:
-            computes[part.key] = compile_(part.module, part.fakes)
-        calls.append(_PartCall(computes[part.key], part.inputs, part.outputs))
+        compute = compiled.compute(part.module, part.fakes, part.key)
+        calls.append(_PartCall(compute, part.inputs, part.outputs))
     return _chained(graph, calls)
 
 
@@ -161,6 +189,18 @@ class _SplitGraph:
             tuple(numbers[node] for node in outputs),
         )
         return _GraphPart(fx.GraphModule(self._module, graph), fakes, inputs, outputs, key)
+
+    def key(self, fakes: Sequence[Tensor]) -> Any:
+        """Equal for graphs that the same code computes as a whole, constants included."""
+        written = {node for operator in self.operators for node in _overwritten(operator)}
+        nodes = (*self.inputs, *self.constants, *self.operators)
+        numbers = {node: number for number, node in enumerate(nodes)}
+        return (
+            tuple(_operation(node, numbers.__getitem__) for node in self.operators),
+            tuple(map(_layout, fakes)),
+            tuple(_constant(value, node in written) for node, value in self.constants.items()),
+            tuple(numbers[node] for node in self.results),
+        )
 
     def _like(self, node: fx.Node) -> Tensor:
         """A fake tensor like the result of a node, in memory of its own."""
@@ -277,6 +317,12 @@ def _layout(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.dtype, value.device, tuple(value.shape), value.stride()
+
+
+def _constant(value: Any, is_written: bool) -> Any:
+    """Equal for constants that code may have in it: numbers on the host by value, others by id."""
+    is_number = isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu"
+    return (value.dtype, repr(value.item())) if is_number and not is_written else id(value)
 
 
 def _memory(value: Tensor) -> int:

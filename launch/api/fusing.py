@@ -11,7 +11,7 @@ from ...backends.fusion.fuse import FuseError, fuser
 from ...ir.ops import Call
 from ...ir.ops.module import Function, Module
 from ...passes.lower.fuse import refusal
-from ...tracer.graph.codegen.bodies import GraphBody, each_body
+from ...tracer.graph.codegen.bodies import Compiler, GraphBody, each_body
 from ...tracer.values.interface import Bodies, RankBodies
 
 
@@ -62,6 +62,7 @@ class Fusing:
     def __init__(self, bodies: Mapping[str, Bodies]) -> None:
         self._bodies = bodies
         self._known: dict[tuple[str, str | None], Bodies | str] = {}
+        self._fusers: dict[str, Compiler] = {}
 
     def plain(self, module: Module, world: World) -> Fused:
         """The bodies of a scheduled module that asks for no compiler."""
@@ -125,7 +126,10 @@ class Fusing:
         """The compiled body of a function, or why there is none."""
         cached = self._known.get((name, by))
         if cached is None:
-            cached = self._known[name, by] = _compiled(self._bodies.get(name), by)
+            if by not in self._fusers:
+                self._fusers[by] = fuser(by)
+            cached = _compiled(self._bodies.get(name), by, self._fusers[by])
+            self._known[name, by] = cached
         return cached
 
 
@@ -145,12 +149,12 @@ def _refitted(body: Body) -> Body:
     return body.refit(None) if isinstance(body, GraphBody) else body
 
 
-def _compiled(body: Bodies | None, by: str) -> Bodies | str:
+def _compiled(body: Bodies | None, by: str, compiler: Compiler) -> Bodies | str:
     rank_bodies = body.of_rank.values() if isinstance(body, RankBodies) else (body,)
     if body is None or not all(isinstance(rank_body, GraphBody) for rank_body in rank_bodies):
         return "it has no graph"
     try:
-        return each_body(body, lambda rank_body: cast(GraphBody, rank_body).refit(fuser(by)))
+        return each_body(body, lambda rank_body: cast(GraphBody, rank_body).refit(compiler))
     except FuseError:
         raise
     except Exception as error:  # whatever a compiler of a third party raises

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cg.backends.fusion.repeats import find_repeat
-from cg.backends.fusion.split import Compute, compile_in_parts
+from cg.backends.fusion.split import CompiledGraphs, Compute, compile_in_parts
 
 WIDTH = 8
 ATEN = torch.ops.aten
@@ -55,7 +55,7 @@ def compiled(
     with mode:
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
     compiler = Compiler()
-    return compile_in_parts(module, fakes, mode, compiler, least), compiler
+    return compile_in_parts(module, fakes, mode, CompiledGraphs(compiler), least), compiler
 
 
 def check(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Compiler:
@@ -199,12 +199,69 @@ def test_values_go_after_their_last_use() -> None:
 
         return run
 
-    compute = compile_in_parts(module, fakes, mode, compile_, 8)
+    compute = compile_in_parts(module, fakes, mode, CompiledGraphs(compile_), 8)
     own = [x.clone() for x in inputs]
     weak = list(map(weakref.ref, own))
     compute(own)
     assert max(alive) <= 3  # the residual stream and a product, and what has just come
     assert not any(ref() is not None for ref in weak)
+
+
+class Scaled(nn.Module):
+    """Multiplies by constants, of which it may write to one."""
+
+    def __init__(self, number: float, vector: Tensor, is_counting: bool = False) -> None:
+        super().__init__()
+        self.number, self.vector = torch.tensor(number), vector
+        self.is_counting = is_counting
+
+    def graph(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        for name in ("number", "vector"):
+            x = graph.call_function(ATEN.mul.Tensor, (x, graph.get_attr(name)))
+        if self.is_counting:
+            graph.call_function(ATEN.add_.Tensor, (graph.get_attr("number"), 1.0))
+        graph.output((x,))
+        return fx.GraphModule(self, graph)
+
+
+def compiled_together(modules: Sequence[fx.GraphModule], inputs: Sequence[Tensor]) -> int:
+    """How many of several graphs of one input are compiled; all compute what they should."""
+    compiler = Compiler()
+    graphs = CompiledGraphs(compiler)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    for module, x in zip(modules, inputs, strict=True):
+        with mode:
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        compute = compile_in_parts(module, [fake], mode, graphs)
+        if not any(node.target is ATEN.add_.Tensor for node in module.graph.nodes):
+            assert torch.equal(compute([x.clone()])[0], module(x)[0])
+    return len(compiler.graphs)
+
+
+def test_equal_graphs_are_compiled_once() -> None:
+    vector = torch.arange(WIDTH) / 2
+    modules = [Scaled(3.0, vector).graph() for _ in range(3)]
+    assert compiled_together(modules, [X, 2 * X, 3 * X]) == 1
+
+
+def test_graphs_that_differ_are_compiled_each() -> None:
+    vector = torch.arange(WIDTH) / 2
+    modules = [
+        Scaled(3.0, vector),
+        Scaled(4.0, vector),  # another number
+        Scaled(3.0, vector + 1),  # other numbers
+        Scaled(3.0, vector.double()),
+    ]
+    assert compiled_together([m.graph() for m in modules], [X] * 4) == 4
+    assert compiled_together([modules[0].graph()] * 2, [X, X.t().contiguous().t()]) == 2
+
+
+def test_constants_that_are_written_to_are_of_one_graph() -> None:
+    vector = torch.ones(WIDTH)
+    one, other = (Scaled(3.0, vector, is_counting=True) for _ in range(2))
+    assert compiled_together([one.graph(), other.graph()], [X, X]) == 2
 
 
 @settings(deadline=None, max_examples=40)

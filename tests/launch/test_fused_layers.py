@@ -14,10 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import cg
 from cg.backends.fusion import fuse
-from cg.backends.fusion.split import Compute, compile_in_parts
+from cg.backends.fusion.split import CompiledGraphs, Compute, compile_in_parts
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from cg.tracer.graph.autodiff.products import ADD_PRODUCT
+from cg.tracer.graph.codegen.bodies import Compiler
 
 LAYERS, WIDTH = 8, 8
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -38,13 +39,20 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
         graphs.append(module)
         return lambda values: fx.Interpreter(module).boxed_run(values)
 
-    def compiler(module: fx.GraphModule, examples: Sequence[Tensor]) -> Compute:
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-        with mode:
-            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in examples]
-        return compile_in_parts(module, fakes, mode, whole, 16)
+    def make() -> Compiler:
+        compiled = CompiledGraphs(whole)
 
-    monkeypatch.setitem(fuse.FUSERS, "parts", lambda: compiler)
+        def compiler(module: fx.GraphModule, examples: Sequence[Tensor]) -> Compute:
+            mode = FakeTensorMode(
+                allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+            )
+            with mode:
+                fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in examples]
+            return compile_in_parts(module, fakes, mode, compiled, 16)
+
+        return compiler
+
+    monkeypatch.setitem(fuse.FUSERS, "parts", make)
     return graphs
 
 
@@ -115,6 +123,60 @@ def test_layers_and_their_backwards_are_compiled_once(parts: list[fx.GraphModule
     # A layer has three products and, in its backward, six; the whole stack has 9 times as many.
     assert max(products) < 2 * 6
     assert sum(products) < LAYERS * 9 / 2
+
+
+@cg.actor
+class Tower(nn.Module):
+    """Layers without norms, of which two ranks hold halves."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Pair() for _ in range(layers))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Pair(nn.Module):
+    """Two products, between which nothing is exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return result
+
+
+def test_layers_that_exchange_are_compiled_once(parts: list[fx.GraphModule]) -> None:
+    """Each is functions of its own, whose code equal layers share."""
+
+    def count(layers: int) -> tuple[int, int]:
+        plan = cg.plan({"*.up.weight": cg.cut(0, "tp"), "*.down.weight": cg.cut(1, "tp")})
+        with use_world(VirtualWorld(2)):
+            tower = Tower.on(cg.mesh([0, 1], tp=2), plan=plan)(layers)
+
+            @cg.trace
+            def step(x: Tensor) -> Tensor:
+                loss = tower.loss(x)
+                cg.backward(loss)
+                return loss
+
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+            lowered = step.lower(x)
+            right = lowered.compile()(x)
+            before = len(parts)
+            compiled = lowered.compile(fuse="parts")
+            torch.testing.assert_close(compiled(x), right)
+            return len(parts) - before, len(compiled.fused)
+
+    (few, functions), (many, more) = count(3), count(5)
+    assert more >= functions + 4
+    assert many == few
 
 
 @pytest.mark.slow
