@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.tracer.graph.codegen.bodies import GraphBody
 from cg.tracer.method.float8.formula import FLOAT8_MM, quantised, scales
 from cg.tracer.values.float8_layers import Float8Recipe, unsupported
 
@@ -277,6 +278,35 @@ def test_weights_that_change_before_the_backward_are_cast_by_each_forward() -> N
     assert torch.equal(loss, expected.detach())
     for found, parameter in zip(stage.local.parameters(), alone.local.parameters(), strict=True):
         torch.testing.assert_close(found, parameter, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_of_equal_sizes_are_cast_by_one_graph() -> None:
+    @cg.actor
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+            self.wide = nn.Linear(32, 48, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.wide(x)
+
+    layers = Layers.on(0, plan=cg.float8("*"))()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        return layers.forward(x)
+
+    x = torch.randn(16, 32)
+    lowered = step.lower(x)
+    torch.testing.assert_close(lowered.compile()(x), layers.forward(x))
+    bodies = {n: b for n, b in lowered.trace.bodies.items() if n.endswith(".weight.float8")}
+    graphs = [b.graph_and_lines()[0] for b in bodies.values() if isinstance(b, GraphBody)]
+    assert len(graphs) == 4
+    assert len(set(map(id, graphs))) == 2
 
 
 def test_what_cannot_be_named_is_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ...ir.types import DType, TensorType
 from ..graph.autodiff.subgraphs import PieceNodes, Subgraph
 from ..graph.codegen.bodies import wrapped_body
 from ..graph.codegen.codegen import make_body, sources_of
+from ..graph.codegen.generated_source import BodySources
 from ..lazy import Lazy
 from ..method.float8.formula import quantised, scales_of
 from ..values.actor_state import StateTensor
@@ -44,6 +46,58 @@ def with_one_scale(use: Float8Use | None, tensors: Sequence[StateTensor]) -> tup
     )
 
 
+class PreparingGraphs:
+    """The graphs that prepare weights, each with the source of its bodies.
+
+    Weights of equal sizes share them, and so do all calls of a step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Lazy[PieceNodes], BodySources]] = {}
+
+    def body(
+        self,
+        function: Function,
+        reads: tuple[StateTensor, ...],
+        takes: tuple[TensorType, ...],
+        compute: Callable[..., tuple[Tensor, ...]],
+        kind: object,
+    ) -> Body:
+        """A body that computes from tensors of the state, as those of traced methods do.
+
+        Args:
+            function: the function.
+            reads: the tensors of the state.
+            takes: the types of what the graph takes besides.
+            compute: takes both, and gives the results.
+            kind: equal for each `compute` that does the same.
+        """
+        pieces = [tensor.tensor.detach() for tensor in reads]
+        layouts = tuple((x.dtype, x.device, tuple(x.shape), x.stride()) for x in pieces)
+        key = kind, layouts, takes
+        nodes, sources = self._known.get(key, (None, None))
+        if nodes is None:
+            examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
+            traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
+            nodes = Lazy.known(PieceNodes(traced.graph, traced, {}))
+        piece = Subgraph(
+            nodes=nodes,
+            reads=reads,
+            takes=takes,
+            dense=(True,) * len(takes),
+            gives=function.outputs,
+            rebinds=(),
+            gradients=(),
+            aliases=(),
+            draws=False,
+            checks=False,
+        )
+        if sources is None:
+            sources = sources_of(piece)
+            self._known[key] = nodes, sources
+        return make_body(piece, function.name, sources)
+
+
 @dataclass(frozen=True)
 class Float8Weights:
     """The weights of an actor that have one scale each.
@@ -54,6 +108,7 @@ class Float8Weights:
         tensors: all tensors of each rank that this process plays.
         group: the actor, if it is on a mesh.
         loc: the user's line that calls the actor.
+        graphs: those of the step.
     """
 
     actor: str
@@ -61,6 +116,7 @@ class Float8Weights:
     tensors: Mapping[int, Sequence[StateTensor]]
     group: GroupActor | None
     loc: Location | None
+    graphs: PreparingGraphs
 
     @property
     def reduced(self) -> TensorType:
@@ -92,7 +148,9 @@ class Float8Weights:
         )
         held = [self._held(path) for path in self.paths]
         bodies = {
-            rank: _body(function, tuple(tensor[rank] for tensor in held), (), _magnitudes)
+            rank: self.graphs.body(
+                function, tuple(tensor[rank] for tensor in held), (), _magnitudes, "magnitudes"
+            )
             for rank in self.tensors
         }
         return _part(function, bodies)
@@ -111,7 +169,7 @@ class Float8Weights:
             loc=self.loc,
             once=True,
         )
-        return self._cast(function, path, lambda cast: cast)
+        return self._cast(function, path, None)
 
     def gathers(self, path: str) -> ParameterGather:
         """The gather of a stored weight as float8; what reads the piece takes the magnitudes."""
@@ -132,7 +190,7 @@ class Float8Weights:
         )
         used = TensorType(dtype, logical.shape, None, logical.used)
         making = whole_of(name, self.group, flat, full, used, path, self.loc)
-        piece = self._cast(read, path, lambda cast: filled_up(cast, flat.numel))
+        piece = self._cast(read, path, flat.numel)
         return ParameterGather(piece, making)
 
     def _held(self, path: str) -> dict[int, StateTensor]:
@@ -141,24 +199,30 @@ class Float8Weights:
             for rank, tensors in self.tensors.items()
         }
 
-    def _cast(
-        self, function: Function, path: str, finish: Callable[[Tensor], Tensor]
-    ) -> TracedPart:
-        """A function that casts a rank's piece of a weight, and does something with the cast.
+    def _cast(self, function: Function, path: str, numel: int | None) -> TracedPart:
+        """A function that casts a rank's piece of a weight.
 
-        Its graph takes one magnitude, so that weights of equal sizes have equal graphs.
+        Its graph takes one magnitude, so that weights of equal sizes share a graph.
+
+        Args:
+            function: the function.
+            path: of the weight.
+            numel: the elements of a flat cast, filled up with zeros; None: it is not flat.
         """
         number = self.paths.index(path)
 
         def cast(weight: Tensor, maximum: Tensor) -> tuple[Tensor, ...]:
-            return (finish(quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)),)
+            result = quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)
+            return (result if numel is None else filled_up(result, numel),)
 
         def chosen(body: Body) -> Body:
             return lambda maxima: body(maxima[number])
 
         scalar = TensorType(DType.F32, ())
         bodies = {
-            rank: wrapped_body(_body(function, (tensor,), (scalar,), cast), chosen)
+            rank: wrapped_body(
+                self.graphs.body(function, (tensor,), (scalar,), cast, ("cast", numel)), chosen
+            )
             for rank, tensor in self._held(path).items()
         }
         return _part(function, bodies)
@@ -172,35 +236,3 @@ def _magnitudes(*weights: Tensor) -> tuple[Tensor, ...]:
     """The greatest magnitude of each weight; 0 of an empty piece."""
     maxima = [w.abs().amax().float() if w.numel() else w.float().sum() for w in weights]
     return (torch.stack(maxima),)
-
-
-def _body(
-    function: Function,
-    reads: tuple[StateTensor, ...],
-    takes: tuple[TensorType, ...],
-    compute: Callable[..., tuple[Tensor, ...]],
-) -> Body:
-    """A body that computes from tensors of the state, as those of traced methods do.
-
-    Args:
-        function: the function.
-        reads: the tensors of the state.
-        takes: the types of what the graph takes besides.
-        compute: takes both, and gives the results.
-    """
-    pieces = [tensor.tensor.detach() for tensor in reads]
-    examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
-    traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
-    piece = Subgraph(
-        nodes=Lazy.known(PieceNodes(traced.graph, traced, {})),
-        reads=reads,
-        takes=takes,
-        dense=(True,) * len(takes),
-        gives=function.outputs,
-        rebinds=(),
-        gradients=(),
-        aliases=(),
-        draws=False,
-        checks=False,
-    )
-    return make_body(piece, function.name, sources_of(piece))

@@ -45,7 +45,7 @@ from ..values.interface import (
 from ..values.opaque import OpaqueMark, opaque_mark
 from ..values.specs import ObjectSpec, Tree
 from .effects import Effects
-from .float8_weights import Float8Weights, with_one_scale
+from .float8_weights import Float8Weights, PreparingGraphs, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
@@ -88,6 +88,7 @@ class Functions:
         self._effects = Effects()
         self._traces = Traces() if traces is None else traces
         self._pieces = GraphPieces()
+        self._preparing = PreparingGraphs()
         self._buckets: dict[str, Buckets] = {}
         self._casts: dict[tuple[Lazy[JointNodes], tuple[int, ...]], PreparedGraph | None] = {}
 
@@ -203,7 +204,9 @@ class Functions:
             {0: tensors} if group is None else {r: group.state(r).tensors for r in group.instances}
         )
         paths = tuple(tensors[index].path for index in indices)
-        weights = Float8Weights(target.actor, paths, by_rank, group, call.declared_at)
+        weights = Float8Weights(
+            target.actor, paths, by_rank, group, call.declared_at, self._preparing
+        )
         return graph.applied(joint), weights
 
     def _joint(
