@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +32,8 @@ class Pages:
             one.
         exponents: of the scales of keys and of values in float8, uint8 [blocks * size, kv heads,
             2], by layer; empty where pools have plain numbers.
+        blocks: the tables, int64 [rows * blocks of a row]. They are made here, and not by the first
+            layer that asks for them, so that layers of a class are alike.
     """
 
     pools: Mapping[int, Tensor]
@@ -43,16 +44,15 @@ class Pages:
     slots: Slots = NO_SLOTS
     adapters: Tensor | None = None
     exponents: Mapping[int, Tensor] = field(default_factory=dict)
+    blocks: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", self.tables.flatten())
 
     @property
     def seen(self) -> int:
         """How many keys a row is shown: those of its blocks, or its own."""
         return self.tables.shape[1] * self.size or self.positions.shape[1]
-
-    @cached_property
-    def blocks(self) -> Tensor:
-        """The tables, int64 [rows * blocks of a row]."""
-        return self.tables.flatten()
 
     def pool(self, layer: int) -> Tensor:
         """The pool of a layer by blocks, [blocks, size, kv heads, width of both]."""

@@ -21,6 +21,9 @@ import cg
 from . import projections
 from .projections import Projection
 
+INPUT = -1
+"""Among the outputs of a joined product that nobody has taken yet, the place of its input."""
+
 
 @runtime_checkable
 class _Quantized(Protocol):
@@ -53,7 +56,7 @@ class _Pieces(nn.Module):
         """Stand for layers, each of which `ways` ranks have in pieces."""
         self.ways = ways
         self.sizes = [layer.out_features // ways for layer in layers]
-        self._input: Tensor | None = None
+        # In one dictionary, which is empty between products, so that layers change no attribute.
         self._left: dict[int, Tensor] = {}
 
     def outputs(self, x: Tensor) -> Tensor:
@@ -65,17 +68,19 @@ class _Pieces(nn.Module):
 
     def take(self, x: Tensor, index: int) -> Tensor:
         """The output of a layer; the first one that is asked for computes all of them."""
-        if self._input is not x or index not in self._left:
+        left = self._left
+        if left.get(INPUT) is not x or index not in left:
             outputs = self.outputs(x)
+            left.clear()
             if self.ways > 1:
                 pieces = outputs.unflatten(-1, (self.ways, -1)).split(self.sizes, -1)
-                self._left = {at: piece.flatten(-2) for at, piece in enumerate(pieces)}
+                left.update({at: piece.flatten(-2) for at, piece in enumerate(pieces)})
             else:
-                self._left = dict(enumerate(outputs.split(self.sizes, -1)))
-            self._input = x
-        output = self._left.pop(index)
-        if not self._left:
-            self._input = None
+                left.update(enumerate(outputs.split(self.sizes, -1)))
+            left[INPUT] = x
+        output = left.pop(index)
+        if len(left) == 1:
+            left.clear()
         return output
 
 

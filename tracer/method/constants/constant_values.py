@@ -85,16 +85,19 @@ class ConstantValues:
         results: Any,
         written: Iterable[Any],
     ) -> None:
-        """Note a call of an operator, what it has given, and what it has written to."""
-        tensors = [value for value in written if isinstance(value, torch.Tensor)]
-        self._written.update(map(storage_key, tensors))
-        if tensors or not _is_exact(operator, args, kwargs, results):
+        """Note a call of an operator, and what it has given; `written` is what it writes to."""
+        writes = any(isinstance(value, torch.Tensor) for value in written)
+        if writes or not _is_exact(operator, args, kwargs, results):
             return
         lifts = operator._schema.name in LIFTS
         if all(lifts or id(tensor) in self._calls for tensor in _tensors((args, kwargs))):
             for position, tensor in enumerate(_tensors(results)):
                 call = _ConstantCall(tensor, operator, args, kwargs, position)
                 self._calls.setdefault(id(tensor), call)
+
+    def note_write(self, memory: int | None) -> None:
+        """Note that something writes to memory, as `storage_key` gives it."""
+        self._written.add(memory)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor; None if they follow from an input, or were written to."""

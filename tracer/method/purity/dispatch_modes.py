@@ -118,7 +118,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.check(_flat((*args, *kwargs.values())), written)
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
-        self._note_writes(func, written)
+        self.note_writes(func, written)
         nodes = nodes_so_far()
         # Finding lines takes time. A second run, which makes no graph, uses those of the first.
         location = None if nodes is None else self._location()
@@ -176,11 +176,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._drawn.note(number, func, result)
         return result
 
-    def _note_writes(self, func: torch._ops.OpOverload, written: Iterable[Any]) -> None:
+    def note_writes(self, func: object, written: Iterable[Any]) -> None:
+        """Note that a function writes to tensors.
+
+        Raises:
+            TraceError: they are values of the step, which are immutable.
+        """
         for value in written:
             if not isinstance(value, torch.Tensor):
                 continue
             key = storage_key(value)
+            self.constants.note_write(key)
             if key is None:
                 continue
             self._drawn.note_write(key)

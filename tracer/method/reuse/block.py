@@ -11,9 +11,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...values.operators import storage_key
 from ..purity.dispatch_modes import OpRecorder, nodes_so_far
 from ..purity.function_log import Form, FunctionLog, LogEntry, OfGraph, Unlike, form_of, renumbered
-from .templates import First, Template, like
+from .templates import First, Template, like, node_of
 
 
 @dataclass(eq=False)
@@ -31,6 +32,9 @@ class Block:
         stand_ins: stand-ins for all tensors that it makes.
         returned: the stand-ins of the tensors that it returns.
         requires_grad: which tensors of `returned` require a gradient.
+        written: positions of the tensors that it takes and writes to.
+        shared: for a block that writes, which of the tensors that it takes share memory, as
+            `shared_memory` says.
         first: its trace.
         template: its operators; None until a module copies them.
     """
@@ -42,6 +46,8 @@ class Block:
     stand_ins: Sequence[torch.Tensor]
     returned: Sequence[torch.Tensor]
     requires_grad: tuple[bool, ...]
+    written: tuple[int, ...]
+    shared: tuple[int, ...]
     first: First
     template: Template | None = None
 
@@ -49,7 +55,12 @@ class Block:
     def form(self) -> Form:
         """The key that equal blocks have in common."""
         entries = tuple((entry.function, entry.arguments, entry.settings) for entry in self.entries)
-        return self.name, entries, self.taken, self.ends, self.requires_grad
+        return self.name, entries, self.taken, self.ends, self.requires_grad, self.shared
+
+    def fits(self, taken: Sequence[torch.Tensor]) -> bool:
+        """True if it can be copied for tensors that have the metadata of those that it takes."""
+        alike = len(taken) == len(self.taken)
+        return alike and (not self.written or shared_memory(taken) == self.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +111,9 @@ class TensorNumbers:
             return number
         position = len(self.taken)
         taken = self._block.taken
-        if position == len(taken) or _metadata(value) != taken[position]:
-            return None
+        with torch._C.DisableTorchFunction():
+            if position == len(taken) or _metadata(value) != taken[position]:
+                return None
         self.taken.append(value)
         self._numbers[id(value)] = ~position
         return ~position
@@ -124,6 +136,7 @@ class BlockRecording:
         self._count = log.count
         self._mark = recorder.log.mark()
         self._nodes = len(nodes_so_far())
+        self._sources = [node_of(log.tensor(number)) for number in range(log.count)]
         self._asked = recorder.constants.asked
 
     def block(self, name: str, result: Any, known: Sequence[Block]) -> Block | None:
@@ -160,13 +173,15 @@ class BlockRecording:
         taken = [log.tensor(i) for i in numbers]
         outputs = [block_tensors[i] for i in made_numbers(ends)]
         nodes = itertools.islice(reversed(nodes_so_far()), len(nodes_so_far()) - self._nodes)
-        first = First([*nodes][::-1], taken, outputs)
-        if not first.is_pure:
+        first = First.of([*nodes][::-1], taken, [self._sources[i] for i in numbers], outputs)
+        if first is None:
             return None
         shown = [stand_ins[i] for i in made_numbers(ends)]
         flags = tuple(tensor.requires_grad for tensor in outputs)
         metadata = tuple(map(_metadata, taken))
-        block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
+        written = first.written
+        shared = shared_memory(taken) if written else ()
+        block = Block(name, new, metadata, ends, stand_ins, shown, flags, written, shared, first)
         for known_block in known:
             if known_block.form == block.form:
                 known_block.first = first
@@ -228,6 +243,12 @@ def made_numbers(ends: Form) -> list[int]:
 
     renumbered(ends, note)
     return sorted(number for number in numbers if number >= 0)
+
+
+def shared_memory(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each of some tensors the number of its memory, in the order of their first use."""
+    numbers: dict[int | None, int] = {}
+    return tuple(numbers.setdefault(storage_key(tensor), len(numbers)) for tensor in tensors)
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The first of several modules of one class is traced like any code. Of the next one, only the Python
 runs (`function_log.py`). If it calls the same torch functions, with its own tensors in place of
-those of the first, the operators of the first are copied, forward and backward. A block changes
-neither tensors in place nor attributes.
+those of the first, the operators of the first are copied, forward and backward. A block changes no
+attributes, and writes to tensors that it takes, such as a cache, only where no gradient passes.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class ModuleCalls:
         inner.finish()
         leaves, spec = pytree.tree_flatten(result)
         ends = form_of((spec, leaves), numbering.number_of)
-        if ends != block.ends or len(numbering.taken) != len(block.taken):
+        if ends != block.ends or not block.fits(numbering.taken):
             raise Unlike
         if len(self._watch.writes) != writes:
             raise Unlike
@@ -242,6 +242,7 @@ class ModuleCalls:
         if nodes_so_far() is not None and block.template is None:
             block.template = Template.of(block.first, recorder, self._wanted)
         recorder.log.note_block(block.name, taken)
+        self._note_writes(recorder, [taken[position] for position in block.written])
         flags = block.requires_grad
         emitter = Emitter(block.template, block.returned, flags, recorder, self._log.mode)
         outputs = emitter.run(taken)
@@ -249,6 +250,16 @@ class ModuleCalls:
         recorder.draws |= any(map(_is_random, block.template.forward if block.template else ()))
         self._close(block, taken, outputs)
         return outputs
+
+    def _note_writes(self, recorder: OpRecorder, written: Sequence[torch.Tensor]) -> None:
+        """Note that a copy of a block writes to tensors.
+
+        Raises:
+            BlocksMisled: other copies use their memory.
+        """
+        if not self._memory.isdisjoint(map(storage_key, written)):
+            raise BlocksMisled
+        recorder.note_writes("a module like an earlier one", written)
 
     def _close(
         self, block: Block, taken: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

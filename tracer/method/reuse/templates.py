@@ -30,31 +30,68 @@ class BlocksMisled(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class First:
-    """The trace of a block: its nodes, the tensors that it has taken, and its results."""
+    """The trace of a block.
+
+    Attributes:
+        nodes: its operators.
+        taken: the tensors that it has taken.
+        sources: their nodes ahead of the block; an operator that writes to a tensor becomes its
+            node.
+        left: their nodes behind the block.
+        returned: its results.
+        results: the nodes of these.
+    """
 
     nodes: Sequence[fx.Node]
     taken: Sequence[torch.Tensor]
+    sources: Sequence[fx.Node]
+    left: Sequence[fx.Node]
     returned: Sequence[torch.Tensor]
+    results: Sequence[fx.Node]
+
+    @staticmethod
+    def of(
+        nodes: Sequence[fx.Node],
+        taken: Sequence[torch.Tensor],
+        sources: Sequence[fx.Node | None],
+        returned: Sequence[torch.Tensor],
+    ) -> First | None:
+        """The trace of a block that has just ended; None if it cannot be copied."""
+        left, results = [*map(node_of, taken)], [*map(node_of, returned)]
+        if None in sources or None in left or None in results:
+            return None
+        first = First(nodes, taken, sources, left, returned, results)  # type: ignore[arg-type]
+        return first if first.can_be_copied else None
 
     @property
-    def is_pure(self) -> bool:
-        """True if it changes nothing, and depends only on the tensors that it takes."""
-        sources = [node_of(tensor) for tensor in self.taken]
-        results = [node_of(tensor) for tensor in self.returned]
-        own = set(self.nodes)
-        if None in sources or len(set(sources)) < len(sources) or not own.issuperset(results):
+    def can_be_copied(self) -> bool:
+        """True if it depends only on what it takes, and changes nothing else.
+
+        It may write to a tensor that it takes, as to a cache, where no gradient passes.
+        """
+        own, sources = set(self.nodes), set(self.sources)
+        if not own.issuperset(self.results) or len(sources) < len(self.sources):
             return False
         memory = [storage_key(tensor) for tensor in (*self.taken, *self.returned)]
-        if len(set(memory[len(sources) :])) < len(results):
+        if len(set(memory[len(self.taken) :])) < len(self.results):
             return False
-        if not set(memory[: len(sources)]).isdisjoint(memory[len(sources) :]):
+        if not set(memory[: len(self.taken)]).isdisjoint(memory[len(self.taken) :]):
+            return False
+        written = [self.taken[position] for position in self.written]
+        if written and any(tensor.requires_grad for tensor in (*written, *self.returned)):
             return False
         known = own.union(sources)
-        foreign = {*memory[: len(sources)], None}
-        return bool(results) and all(
-            _is_pure(node, foreign) and _is_plain(node) and known.issuperset(node.all_input_nodes)
+        return bool(self.results) and all(
+            _is_known(node) and _is_plain(node) and known.issuperset(node.all_input_nodes)
             for node in self.nodes
         )
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the taken tensors to whose memory it writes."""
+        memory = set().union(*map(_memory_written_by, self.nodes))
+        places = enumerate(map(storage_key, self.taken))
+        return tuple(position for position, key in places if key in memory)
 
 
 @dataclass(eq=False)
@@ -65,6 +102,7 @@ class Template:
         graph: all of them, the forward first.
         taken, cotangents: placeholders.
         forward, backward: operators, in order.
+        left: behind the forward, the nodes of the tensors that the block takes.
         returned: the results of the forward.
         gradients: the gradient of each tensor that the block takes; None where there is none.
         locations: the user's lines.
@@ -76,6 +114,7 @@ class Template:
     taken: list[fx.Node]
     cotangents: list[fx.Node]
     forward: list[fx.Node]
+    left: list[fx.Node]
     backward: list[fx.Node]
     returned: list[fx.Node]
     gradients: list[fx.Node | None]
@@ -94,8 +133,8 @@ class Template:
                 removed from that graph.
 
         Raises:
-            BlocksMisled: tensors that the block takes depend on each other, or its backward cannot
-                be copied.
+            BlocksMisled: tensors that the block takes depend on each other, or were written to
+                since, or its backward cannot be copied.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -107,19 +146,27 @@ class Template:
                 locations[new] = recorder.locations[node.name]
             return new
 
-        for tensor in first.taken:
-            node = _node(tensor)
-            copies[node] = graph.placeholder(node.name)
-        taken = list(copies.values())
+        pairs = zip((*first.taken, *first.returned), (*first.left, *first.results), strict=True)
+        if any(node_of(tensor) is not node for tensor, node in pairs):
+            raise BlocksMisled  # something has written to it since
+        taken = [graph.placeholder(node.name) for node in first.sources]
+        copies.update(zip(first.sources, taken, strict=True))
         several = frozenset(
-            i for i, tensor in enumerate(first.taken) if _uses(_node(tensor), first.nodes) > 1
+            i for i, node in enumerate(first.sources) if _uses(node, first.nodes) > 1
         )
-        forward = [copy(node) for node in first.nodes]
-        outputs = [copies[_node(tensor)] for tensor in first.returned]
         template = Template(
-            graph, taken, [], forward, [], outputs, [None] * len(taken), locations, several, {}
+            graph=graph,
+            taken=taken,
+            cotangents=[],
+            forward=[copy(node) for node in first.nodes],
+            left=[copies[node] for node in first.left],
+            backward=[],
+            returned=[copies[node] for node in first.results],
+            gradients=[None] * len(taken),
+            locations=locations,
+            used_several_times=several,
+            memory=dict(zip(taken, map(storage_key, first.taken), strict=True)),
         )
-        template.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
         if wanted and any(tensor.requires_grad for tensor in first.returned):
             template._add_backward(first, recorder, copies, copy)
         return template
@@ -200,6 +247,8 @@ class Emitter:
         for node, tensor in zip(template.taken, taken, strict=True):
             self._take(node, tensor)
         self._issue(template, template.forward)
+        for node, tensor in zip(template.left, taken, strict=True):
+            self._track(tensor, node)  # the operator that has written to it
         return tuple(self._tracked(node) for node in template.returned)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -257,11 +306,16 @@ class Emitter:
         return FakeTensor(self._mode, plain, value.device)
 
     def _tracked(self, node: fx.Node) -> torch.Tensor:
-        value, new = self._values[node], self._nodes[node]
+        value: torch.Tensor = self._values[node]
+        self._track(value, node)
+        return value
+
+    def _track(self, value: torch.Tensor, node: fx.Node) -> None:
+        """Let the copy of a node be that of a tensor."""
+        new = self._nodes[node]
         if node_of(value) is not new:
             tracer = _tracer()
             track_tensor_tree(value, fx.Proxy(new, tracer), constant=None, tracer=tracer)
-        return value  # type: ignore[no-any-return]
 
 
 class _Emitted(OperatorFunction):
@@ -321,8 +375,8 @@ def _uses(node: fx.Node, users: Sequence[fx.Node]) -> int:
     return operands.count(node)
 
 
-def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
-    """True if a node computes a value, and writes to no foreign memory."""
+def _is_known(node: fx.Node) -> bool:
+    """True if a node computes a value, and writes to nothing but memory that is known."""
     target = node.target
     if target is operator.getitem:
         return True
@@ -330,11 +384,14 @@ def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
         return False
     if writes_in_secret(target, node.args, node.kwargs):
         return False
-    written = written_values(target, node.args, node.kwargs)
+    return None not in _memory_written_by(node)
+
+
+def _memory_written_by(node: fx.Node) -> set[int | None]:
+    """The memory that a node writes to; None where it has no plain storage."""
+    written = written_values(node.target, node.args, node.kwargs)
     values = [value.meta.get("val") for value in written if isinstance(value, fx.Node)]
-    return foreign.isdisjoint(
-        storage_key(value) if isinstance(value, torch.Tensor) else None for value in values
-    )
+    return {storage_key(v) if isinstance(v, torch.Tensor) else None for v in values}
 
 
 def _is_plain(node: fx.Node) -> bool:
