@@ -26,7 +26,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from load import Arrival, Row, ask
+from load import Arrival, Row, ask, body_of
 from processes import serving
 
 SERVER = (
@@ -44,7 +44,7 @@ async def load(url: str, seconds: float, output: int, seed: int) -> list[Row]:
     async with aiohttp.ClientSession() as session:
         while monotonic() < end:
             arrival = Arrival(0.0, tuple(range(3, 15)), output)
-            rows.append(await ask(session, url, arrival, True, False))
+            rows.append(await ask(session, url, arrival, body_of(arrival), True, False))
             await asyncio.sleep(pauses.uniform(1.0, 3.0))
     return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cg.tracer.errors import TraceError
+from cg.tracer.method import joint
+from cg.tracer.values.operators import storage_key
 
 from ..sampling import examples
 from .alike_models import SIZE
@@ -123,6 +126,39 @@ def test_layers_that_write_to_caches(choose: Choose, traces: Counter[str]) -> No
         assert traces == {"traces": 1, "copies": CHOICES[choose]}
     else:
         assert traces["traces"] == 2  # the second one without blocks
+
+
+def graphs_of(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The nodes of the traces of a stage, with their types and the memory that they share."""
+    graphs: list[list[Any]] = []
+    trace = joint._JointTrace.trace
+
+    def kept(self: Any) -> Any:
+        traced = trace(self)
+        memory: dict[Any, int] = {}
+        graphs.append([])
+        for node in traced.graph.nodes:
+            value = node.meta.get("val")
+            kind: tuple[Any, ...] = ()
+            if isinstance(value, Tensor):
+                shared = memory.setdefault(storage_key(value), len(memory))
+                kind = value.dtype, value.shape, value.stride(), value.storage_offset(), shared
+            line = traced.locations.get(node.name)
+            graphs[-1].append((node.format_node(), kind, line and line.line))
+        return traced
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joint._JointTrace, "trace", kept)
+        Tracing().check(lambda: Caches(4, choose), needs_grad=False)  # type: ignore[arg-type,return-value]
+    return graphs
+
+
+@pytest.mark.parametrize("choose", [own, of_the_last])
+def test_the_graph_is_that_without_copies(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copied,) = graphs_of(choose, monkeypatch)
+    monkeypatch.setattr(joint, "repeated_classes", lambda state: frozenset())
+    (plain,) = graphs_of(choose, monkeypatch)
+    assert copied == plain
 
 
 def test_each_actor_writes_to_its_own_caches(traces: Counter[str]) -> None:
