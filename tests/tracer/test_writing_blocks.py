@@ -129,14 +129,14 @@ def test_layers_that_write_to_caches(choose: Choose, traces: Counter[str]) -> No
 
 
 def graphs_of(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """The nodes of the traces of a stage, with their types and the memory that they share."""
+    """Of the traces of a stage what state they write to, and nodes with the memory they share."""
     graphs: list[list[Any]] = []
     trace = joint._JointTrace.trace
 
     def kept(self: Any) -> Any:
         traced = trace(self)
         memory: dict[Any, int] = {}
-        graphs.append([])
+        graphs.append([sorted(traced.written)])
         for node in traced.graph.nodes:
             value = node.meta.get("val")
             kind: tuple[Any, ...] = ()

@@ -96,7 +96,7 @@ class ConstantValues:
                 self._calls.setdefault(id(tensor), call)
 
     def note_write(self, memory: int | None) -> None:
-        """Note that something writes to memory, as `storage_key` gives it."""
+        """Note a write to memory, which `storage_key` gives."""
         self._written.add(memory)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -177,7 +177,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note_writes(self, func: object, written: Iterable[Any]) -> None:
-        """Note that a function writes to tensors.
+        """Note what a function writes to.
 
         Raises:
             TraceError: they are values of the step, which are immutable.

@@ -252,7 +252,7 @@ class ModuleCalls:
         return outputs
 
     def _note_writes(self, recorder: OpRecorder, written: Sequence[torch.Tensor]) -> None:
-        """Note that a copy of a block writes to tensors.
+        """Note what a copy of a block writes to.
 
         Raises:
             BlocksMisled: other copies use their memory.
