@@ -184,6 +184,19 @@ def test_no_copies_where_a_gradient_passes(needs_grad: bool, traces: Counter[str
     Tracing().check(build, needs_grad=needs_grad)  # type: ignore[arg-type]
 
 
+def test_a_copy_that_writes_to_what_autograd_has_saved() -> None:
+    class Saved(Caches):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = x * self.cache(2)[:3]
+            with torch.no_grad():
+                for index, layer in enumerate(self.layers):
+                    layer(x * 1, *own(self, index))
+            return kept
+
+    with pytest.raises(TraceError, match="modified by an inplace operation"):
+        Tracing().check(lambda: Saved(3, own))  # type: ignore[arg-type,return-value]
+
+
 def test_a_layer_that_writes_to_what_the_step_gave(traces: Counter[str]) -> None:
     class Given(Caches):
         def forward(self, x: Tensor) -> Tensor:

@@ -260,6 +260,8 @@ class ModuleCalls:
         if not self._memory.isdisjoint(map(storage_key, written)):
             raise BlocksMisled
         recorder.note_writes("a module like an earlier one", written)
+        # No operator writes to the fakes, and autograd refuses what was saved ahead of a write.
+        torch.autograd.graph.increment_version(written)
 
     def _close(
         self, block: Block, taken: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

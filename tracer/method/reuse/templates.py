@@ -89,7 +89,7 @@ class First:
     @property
     def written(self) -> tuple[int, ...]:
         """Positions of the taken tensors to whose memory it writes."""
-        memory = set().union(*map(_memory_written_by, self.nodes))
+        memory = {key for node in self.nodes for key in _memory_written_by(node)}
         places = enumerate(map(storage_key, self.taken))
         return tuple(position for position, key in places if key in memory)
 
