@@ -51,7 +51,7 @@ def is_installed(file: str) -> bool:
 @functools.cache
 def is_own_file(file: str) -> bool:
     """True if a source file is the user's own, and belongs to no installed package."""
-    return is_user_file(file) and not is_installed(file)
+    return not is_installed(file) and is_user_file(file)
 
 
 def is_our_file(file: str) -> bool:

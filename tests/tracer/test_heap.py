@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from cg.tracer.values.actor_state import collect
 from cg.tracer.values.heap.reach import reach_all
 from cg.tracer.values.heap.snapshot import MISSING, ModuleNames, Snapshot
 from cg.tracer.values.heap.variables import users_modules
@@ -97,6 +98,33 @@ def test_what_was_not_there_is_missing() -> None:
     (found,) = before.changes()
     assert (found.key, found.before, found.after) == ("a", MISSING, 1)
     assert found.words() == "from nothing to 1"
+
+
+def test_changes_stand_in_the_order_of_what_is_held() -> None:
+    first, empty, ordered, last = {"a": 1}, {}, collections.OrderedDict[str, int](), [1]
+    values: list[Any] = [first, empty, ordered, last]
+    before = Snapshot([(value, f"v{index}") for index, value in enumerate(values)])
+    last.append(2)
+    assert [change.path for change in before.changes()] == ["v3"]
+    ordered["b"] = 1
+    first["a"] = 2
+    empty["c"] = 1
+    assert [change.path for change in before.changes()] == ["v0.a", "v1.c", "v2.b", "v3"]
+    before.restore()
+    assert values == [{"a": 1}, {}, {}, [1]]
+    assert before.changes() == []
+
+
+def test_empty_containers_of_an_actor_are_state_once() -> None:
+    shared: dict[str, Any] = {}
+    actor = torch.nn.Module()
+    actor.one, actor.other, actor.items = shared, shared, []
+    actor.names, actor.count = set(), 1
+    containers = collect(actor).containers
+    assert [path for value, path in containers if value is shared] == ["one"]
+    assert {path for _, path in containers} >= {"one", "items", "names", "_forward_hooks"}
+    shared["weight"] = torch.ones(2)
+    assert [tensor.path for tensor in collect(actor).tensors] == ["one.weight"]
 
 
 def test_a_walk_names_what_a_function_refers_to() -> None:

@@ -180,10 +180,24 @@ _Place: TypeAlias = tuple[Any, Any, tuple[int, ...]] | None
 
 
 class _StateWalk:
+    _bare = frozenset({dict, collections.OrderedDict, list})
+    """Containers that need no visit if they are empty, as are most of a module's."""
+
     def __init__(self) -> None:
         self.state = ActorState()
         self._seen: set[int] = set()
         self._tensors: dict[int, StateTensor] = {}
+        self._leaves: set[type] = set()  # so that the tests below are made once for each type
+
+    def _is_leaf(self, value: Any) -> bool:
+        """True if a value says everything by its type and itself."""
+        kind = type(value)
+        if kind in self._leaves:
+            return True
+        is_leaf = isinstance(value, _LEAVES)
+        if is_leaf and value.__class__ is kind:  # not a proxy, which is like its referent
+            self._leaves.add(kind)
+        return is_leaf
 
     def visit(self, value: Any, path: str, slot: _Place) -> None:
         if isinstance(value, torch.Tensor):
@@ -192,7 +206,7 @@ class _StateWalk:
             return
         elif isinstance(value, (dict, list, set, frozenset, collections.deque)):
             self._visit_container(value, path)
-        elif isinstance(value, _LEAVES):
+        elif self._is_leaf(value):
             return
         elif isinstance(value, tuple):
             self._visit_tuple(value, path, slot)
@@ -244,16 +258,23 @@ class _StateWalk:
             self.state.containers.append((container, path))
         if not container or len(container) > _MANY:
             return
-        addressable = isinstance(container, (dict, list))
+        addressable, leaves = isinstance(container, (dict, list)), self._leaves
         for key, item in items_of(container):
-            if isinstance(item, SCALARS):
+            if type(item) in leaves:
                 continue
             here = path if key in _MODULE_DICTS and isinstance(container, dict) else join(path, key)
+            if type(item) in self._bare and not item:
+                if id(item) not in self._seen:
+                    self._seen.add(id(item))
+                    self.state.containers.append((item, here))
+                continue
             self.visit(item, here, (container, key, ()) if addressable else None)
 
 
 class _StateReach(_StateWalk):
     """A walk that takes tensors in sets, too, and skips parameters that are not initialised yet."""
+
+    _bare = frozenset()  # `behind` is asked about each value
 
     def __init__(self, behind: Callable[[Any], Iterable[Any]]) -> None:
         super().__init__()

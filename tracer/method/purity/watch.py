@@ -50,6 +50,7 @@ class AttributeWatch:
         self._state = state
         self._trainers = {id(trainer) for trainer in state.trainers}
         self._patched: list[tuple[type, str, Any]] = []
+        self._lasting: set[type] = set()  # types of values that are not used up
 
     def __enter__(self) -> AttributeWatch:
         self.reads.update((id(obj), set()) for obj, _ in self._state.objects)
@@ -98,6 +99,7 @@ class AttributeWatch:
 
     def _noting(self, cls: type) -> dict[str, Any]:
         reads, writes, by_library = self.reads, self.writes, self.by_library
+        lasting = self._lasting
         # Taken from the class, so they are plain functions of (object, name, ...).
         get: Callable[..., Any] = cls.__getattribute__
 
@@ -111,8 +113,11 @@ class AttributeWatch:
             elif not name.startswith("__"):
                 names.add(name)
             value = get(self, name)
-            if is_used_up(value):
-                raise _using_up(cls, name, value)
+            if type(value) not in lasting:
+                if is_used_up(value):
+                    raise _using_up(cls, name, value)
+                if value.__class__ is type(value):  # not a proxy, which is like its referent
+                    lasting.add(type(value))
             return value
 
         def noting(change: Callable[..., None]) -> Callable[..., None]:

@@ -104,18 +104,23 @@ class Snapshot:
     """
 
     def __init__(self, held: Iterable[tuple[Any, str]], caches: Iterable[Any] = ()) -> None:
-        kinds = ((value, path, _kind_of(value)) for value, path in held)
-        self._copies = [(value, path, kind, kind.copy(value)) for value, path, kind in kinds]
+        self._copies = [_copied(value, path) for value, path in held]
+        self._filled = [entry for entry in self._copies if entry[3] is not _NO_ITEMS]
+        self._empty = [entry[0] for entry in self._copies if entry[3] is _NO_ITEMS]
         self._caches = [(cache, cache.cache_info().misses) for cache in caches]
 
     def changes(self) -> list[StateChange]:
         """Return the changes since the snapshot."""
         changes: list[StateChange] = []
-        for value, path, kind, copy in self._copies:
+        for value, path, kind, copy in self._to_compare():
             now = kind.read(value)
             if not kind.is_same(now, copy):
                 changes += _differences(value, path, kind, copy, now)
         return changes
+
+    def _to_compare(self) -> list[tuple[Any, str, ValueKind, Any]]:
+        """The copies, without those of dictionaries that were empty, if all of them still are."""
+        return self._copies if any(self._empty) else self._filled
 
     def filled_caches(self) -> list[Any]:
         """The functions that have remembered a result since the snapshot."""
@@ -128,7 +133,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back to what it held."""
-        for value, _, kind, copy in self._copies:
+        for value, _, kind, copy in self._to_compare():
             if not kind.is_same(kind.read(value), copy):
                 kind.put(value, copy)
         self.clear_caches()
@@ -351,6 +356,27 @@ def _kind_of(value: Any) -> ValueKind:
         if isinstance(value, cls):
             return kind
     return _SLOTS if has_slots(value) else _ELEMENTS
+
+
+_NO_ITEMS: dict[Any, Any] = {}
+"""The copy of a dictionary that holds nothing, as most of a module's: never changed."""
+
+_PLAIN: dict[type, ValueKind] = {
+    dict: _kind_of({}),
+    collections.OrderedDict: _kind_of({}),
+    list: _kind_of([]),
+}
+
+
+def _copied(value: Any, path: str) -> tuple[Any, str, ValueKind, Any]:
+    """A value with its path, its kind and a copy of what it holds."""
+    kind = _PLAIN.get(type(value))
+    if kind is None:
+        kind = _kind_of(value)
+        return value, path, kind, kind.copy(value)
+    if type(value) is list:
+        return value, path, kind, value[:]
+    return value, path, kind, dict(value) if value else _NO_ITEMS
 
 
 _RANDOM: Any = random
