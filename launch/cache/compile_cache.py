@@ -52,6 +52,10 @@ class CompileCache:
         if self.store is not None:
             yield from self.store.read(kind, key, most)
 
+    def is_empty(self, kind: str) -> bool:
+        """True if no text of a kind can be read."""
+        return self.store is None or self.store.is_empty(kind)
+
     def keep(self, kind: str, key: str, make_text: Callable[[], str | None], most: int = 1) -> None:
         """Write a text later.
 

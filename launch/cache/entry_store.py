@@ -60,6 +60,10 @@ class EntryStore:
                 os.utime(file)
             yield text
 
+    def is_empty(self, kind: str) -> bool:
+        """True if no text of a kind was ever written."""
+        return not os.path.exists(self.folder / kind)
+
     def write(self, kind: str, key: str, text: str, most: int) -> None:
         """Write a text, unless it is there.
 

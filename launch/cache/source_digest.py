@@ -28,8 +28,8 @@ def source_digest() -> str:
 def _described(folder: str) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
-                yield from _described(entry.path)
-            elif entry.name.endswith((".py", ".so")):
+            if entry.name.endswith((".py", ".so")):
                 status = entry.stat()
                 yield f"{entry.path} {status.st_size} {status.st_mtime_ns}"
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _described(entry.path)

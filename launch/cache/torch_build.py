@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -120,8 +120,8 @@ class TorchBuild:
             lines = "".join(space.lines for space in spaces)
             self._digest = hashlib.sha256(lines.encode()).hexdigest()
             self._known = spaces
-        kernels = frozenset(torch.library._impls)
-        if kernels != self._kernels:
+        if torch.library._impls != self._kernels:
+            kernels = frozenset(torch.library._impls)
             _check_kernels(kernels - self._kernels)
             self._kernels = kernels
         read = [f"{name}={text}" for name, text in sorted(self.variables.items())]
@@ -141,7 +141,7 @@ def _namespace_now(name: str, members: Mapping[str, Any], before: _Namespace | N
         and _identical(values, before.values)
     ):
         return before
-    return _Namespace(name, names, values, "".join(_members(name, members)))
+    return _Namespace(name, names, values, _members(name, members))
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:
@@ -180,7 +180,7 @@ def _spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in _CLASSES:
         for space in (torch, torch._C):
             cls = vars(space).get(name)
-            if isinstance(cls, type):
+            if isinstance(cls, type) and not _is_immutable(cls):
                 yield f"torch.{name}", vars(cls)
 
 
@@ -191,28 +191,67 @@ def _names_in(name: str) -> Mapping[str, Any]:
         module = getattr(torch._C, name.rpartition(".")[2], None)
     if module is None or isinstance(module, ModuleType):
         return {} if module is None else vars(module)
-    return {**vars(type(module)), **getattr(module, "__dict__", {})}
+    own = getattr(module, "__dict__", {})
+    return own if _is_immutable(type(module)) else {**vars(type(module)), **own}
 
 
-def _members(space: str, members: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each function of a space.
+def _is_immutable(cls: type) -> bool:
+    """True if a class takes no other functions than those that it was compiled with."""
+    return bool(cls.__flags__ & _IMMUTABLE)
+
+
+_IMMUTABLE = 1 << 8
+"""The flag of such classes, Py_TPFLAGS_IMMUTABLETYPE in Python's `object.h`."""
+
+
+def _members(space: str, members: Mapping[str, Any]) -> str:
+    """The names of a space that stand for functions, and for which, if not for those of the name.
 
     Raises:
         Replaced: one is not in torch's own files.
     """
+    python: list[str] = []
+    compiled: list[str] = []
+    others: list[str] = []
     for name, value in list(members.items()):
-        kind = type(value)
+        kind: Any = type(value)
         if kind is FunctionType:
-            function: Any = value
-            while type(function) is FunctionType:
-                file = function.__code__.co_filename
-                if not file.startswith(_ROOTS) and not _is_generated(function):
-                    raise Replaced(f"{space}.{name} is a function of {file}")
-                function = getattr(function, "__wrapped__", None)
-            yield f"{space}.{name} {value.__module__}.{value.__qualname__}\n"
+            _check_files(space, name, value)
+            if value.__qualname__ == name and value.__module__ == space:
+                python.append(name)
+            else:
+                others.append(f"{name} {value.__module__}.{value.__qualname__}")
         elif callable(value) and kind is not type:
             own = getattr(value, "__name__", "")
-            yield f"{space}.{name} {kind.__module__}.{kind.__qualname__} {own}\n"
+            if own == name and kind is BuiltinFunctionType:
+                compiled.append(name)
+            else:
+                others.append(f"{name} {_name_of_kind(kind)} {own}")
+    return "\n".join([space, " ".join(python), " ".join(compiled), *others, ""])
+
+
+def _check_files(space: str, name: str, function: Any) -> None:
+    """Return if a function, and all that it wraps, are in torch's own files.
+
+    Raises:
+        Replaced: one is not.
+    """
+    while type(function) is FunctionType:
+        file = function.__code__.co_filename
+        if not _is_of_torch(file) and not _is_generated(function):
+            raise Replaced(f"{space}.{name} is a function of {file}")
+        function = getattr(function, "__wrapped__", None)
+
+
+@functools.cache
+def _is_of_torch(file: str) -> bool:
+    """True if a file is one of torch, Python or cg."""
+    return file.startswith(_ROOTS)
+
+
+@functools.cache
+def _name_of_kind(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_generated(function: FunctionType) -> bool:
@@ -231,10 +270,13 @@ def _check_kernels(kernels: Iterable[str]) -> None:
     Raises:
         Replaced: one is for an operator of torch, and not torch's own.
     """
+    of_torch: dict[str, frozenset[str]] = {}
     for key in kernels:
         if key.startswith(_OPERATORS) and key not in _known_kernels():
             operator, _, dispatch = key.rpartition("/")
-            if not _is_torchs(operator.replace("/", "::"), dispatch):
+            if operator not in of_torch:
+                of_torch[operator] = _of_torch(operator.replace("/", "::"))
+            if dispatch not in of_torch[operator]:
                 raise Replaced(f"the operator {operator} has a kernel for {dispatch} of another's")
 
 
@@ -246,11 +288,12 @@ def _known_kernels() -> frozenset[str]:
     return frozenset(getattr(library, "_op_impls", ()))
 
 
-@functools.cache
-def _is_torchs(operator: str, dispatch: str) -> bool:
-    """True if a kernel was registered by torch itself, or for the fake device."""
+def _of_torch(operator: str) -> frozenset[str]:
+    """The keys of an operator's kernels that torch itself has registered, or the fake device."""
+    kernels: dict[str, bool] = {}
     for line in torch._C._dispatch_dump(operator).splitlines():
         kind, _, where = line.partition(": registered at ")
-        if where and kind.removesuffix("[alias]").strip() == dispatch:
-            return where.startswith((*_ROOTS, "/dev/null"))
-    return False
+        if where:  # the first of a key is the one that runs
+            key = kind.removesuffix("[alias]").strip()
+            kernels.setdefault(key, where.startswith((*_ROOTS, "/dev/null")))
+    return frozenset(key for key, is_torchs in kernels.items() if is_torchs)

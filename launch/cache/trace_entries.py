@@ -43,8 +43,15 @@ class StoredTraces:
     cache: CompileCache
     build: TorchBuild
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no traces, so that no key is needed."""
+        return self.cache.is_empty(_KIND)
+
     def read(self, key: str) -> Iterator[str]:
         """The texts of traces with a key, the youngest first; none if torch is not torch's own."""
+        if self.is_empty:
+            return
         try:
             build = self.build.text()
         except Replaced:

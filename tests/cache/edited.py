@@ -189,6 +189,10 @@ class MemoryStore:
         self.pending: list[tuple[str, Callable[[], str]]] = []
         self.kept = self.taken = 0
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.texts
+
     def read(self, key: str) -> Iterator[str]:
         yield from reversed(self.texts.get(key, [])[-3:])
 

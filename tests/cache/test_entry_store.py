@@ -25,10 +25,13 @@ def only_file(folder: Path) -> Path:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     store = EntryStore(tmp_path / "made" / "by it")
     assert list(store.read("traces", "key", 3)) == []
+    assert store.is_empty("traces")
     store.write("traces", "key", TEXT, 3)
     assert list(store.read("traces", "key", 3)) == [TEXT]
     assert list(store.read("traces", "another key", 3)) == []
     assert list(store.read("programs", "key", 3)) == []
+    assert store.is_empty("programs")
+    assert not store.is_empty("traces")
 
 
 def test_the_youngest_texts_are_kept_and_come_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +37,33 @@ def test_a_function_of_torch_under_another_name_is_another_build(
     before = BUILD.text()
     monkeypatch.setattr(functional, "gelu", functional.relu)
     assert BUILD.text() != before
+
+
+@pytest.mark.parametrize(
+    ("space", "name"), [(functional, "gelu"), (functional, "softmax"), (torch, "sin")]
+)
+@pytest.mark.parametrize("value", [None, torch.sin, torch.cos, torch.softmax])
+def test_each_name_counts_with_what_it_stands_for(
+    space: ModuleType, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = BUILD.text()
+    if value is not vars(space)[name]:
+        monkeypatch.setattr(space, name, value)
+        assert BUILD.text() != before
+    monkeypatch.delattr(space, name)
+    assert BUILD.text() != before
+
+
+def test_what_is_no_function_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = BUILD.text()
+    monkeypatch.setattr(torch, "a_module_that_is_loaded_late", torch.nn, raising=False)
+    assert BUILD.text() == before
+
+
+def test_classes_that_nobody_can_change_are_left_out() -> None:
+    for cls in (torch._C.TensorBase, type(torch._C._VariableFunctions)):
+        with pytest.raises(TypeError, match="immutable"):
+            cls.sin = torch.cos
 
 
 def test_a_kernel_of_another_is_named() -> None:

@@ -81,10 +81,12 @@ class Traces:
                 known.remove(entry)
                 known.append(entry)
                 return joint
-        return None if self.store is None else self._find_stored(call, wanted, self.store)
+        if self.store is None or self.store.is_empty:
+            return None
+        return self._find_stored(call, wanted, outline, self.store)
 
     def _find_stored(
-        self, call: TracedCall, wanted: Wanted | None, store: TraceStore
+        self, call: TracedCall, wanted: Wanted | None, outline: Hashable, store: TraceStore
     ) -> Joint | None:
         """Find the trace of an earlier start, which the call is like; None if there is none.
 
@@ -93,7 +95,6 @@ class Traces:
         Raises:
             UsesGradients: it works on gradients, as in an earlier start.
         """
-        outline = _outline(call.state)
         try:
             key = trace_key(call, wanted, outline)
         except NotStorable:

@@ -8,6 +8,7 @@ reads. The key holds only what the functions themselves depend on: the types of 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ from .stored.plain_text import Damaged, Json, NotStorable, decoded, encoded
 
 class TraceStore(Protocol):
     """The traces of methods that earlier starts have kept."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are none, so that no key is needed."""
 
     def read(self, key: str) -> Iterator[str]:
         """The texts of traces with a key, the youngest first."""
@@ -259,11 +264,19 @@ def _outline_json(outline: Any) -> Json:
     Raises:
         NotStorable: it holds something else than plain data and types.
     """
-    if isinstance(outline, type):
-        return _type_json(outline)
     if type(outline) is tuple:
         return list(map(_outline_json, outline))
-    return encoded(outline)
+    return encoded(outline) if type(outline) is float else _outline_leaf(outline)
+
+
+@functools.lru_cache(1024, typed=True)
+def _outline_leaf(leaf: Hashable) -> Json:
+    """The JSON of a value in an outline. The tensors of a model have few in common.
+
+    Raises:
+        NotStorable: it is neither plain data nor a type.
+    """
+    return _type_json(leaf) if isinstance(leaf, type) else encoded(leaf)
 
 
 def _type_json(kind: type) -> Json:

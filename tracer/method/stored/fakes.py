@@ -69,7 +69,7 @@ class FakeReader:
         self._mode = mode
         self._sizes = storages
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+        self._kinds: dict[tuple[Any, ...], tuple[torch.dtype, torch.device]] = {}
 
     def fake(self, json: Json) -> torch.Tensor:
         """The fake of a JSON.
@@ -89,7 +89,7 @@ class FakeReader:
             raise Damaged(f"a tensor: {error}") from error
 
     def _kind(self, dtype: Json, device: Json) -> tuple[torch.dtype, torch.device]:
-        key = f"{dtype}{device}"
+        key = (*dtype, *device)
         if key not in self._kinds:
             kind: tuple[Any, Any] = (decoded(dtype), decoded(device))
             if not (isinstance(kind[0], torch.dtype) and isinstance(kind[1], torch.device)):
