@@ -17,8 +17,9 @@ _END_OF_WORD = r"(?![\w.-])"
 _PLAIN_STRING = r'"[^"\\\n]*+"'
 _LOCATION = rf"loc\({_PLAIN_STRING}:\d+(?: in (?:[A-Za-z_][\w.-]*+|{_PLAIN_STRING}))?+\)"
 _TOKEN = re.compile(
-    r"(?:\s|//[^\n]*+)*+("
-    r"[%@][\w.$-]+"  # a value or a symbol
+    r"\s*+(?://[^\n]*+\s*+)*+("
+    r"[,():=]"  # most tokens, and the beginning of no other
+    r"|[%@][\w.$-]+"  # a value or a symbol
     r'|[%@]?"(?:[^"\\\n]|\\.)*+"?'  # a string, or a value or a symbol in quotes, closed or not
     r"|(?:future<){1,2}[^<>\n]*+>+"  # a future, or one of a future, which is refused later
     rf"|\w+\[[^\[\]\n]*+\](?:{_PLACE})?(?::host{_END_OF_WORD})?"  # a tensor type
