@@ -20,6 +20,7 @@ from ...passes.memory.offload import Offload
 from ...passes.memory.saving_levels import HostMemory
 from ...passes.schedules import Schedule
 from ...tracer.errors import TraceError
+from ...tracer.function.step_pieces import StepPieces
 from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.record.trace import Trace
 from ...tracer.torch_modes import Ambient
@@ -89,7 +90,7 @@ def fit_trace(
 
     Args:
         plain: of the step without limits, which is the result if it keeps to the memory.
-        again: traces the step; takes `limits`.
+        again: traces the step; takes `limits` and `pieces`.
         options: the options of the compilation.
         memory: the limit of each rank, in bytes.
         loc: the step's first line.
@@ -101,14 +102,17 @@ def fit_trace(
         TraceError: nothing that was tried keeps to the memory.
         IRError, ValueError: as the passes do.
     """
-    asked = again(limits=known)
+    pieces = StepPieces()
+    asked = again(limits=known, pieces=pieces)
     tradeoffs = asked.tradeoffs
-    traces = {(): asked if known.narrows else plain}
+    traces: dict[tuple[tuple[str, int], ...], Trace] = {(): asked if known.narrows else plain}
     report = narrowed_report(plain.module, asked.module) if known.narrows else ""
 
     def traced(limits: Mapping[str, int]) -> Trace:
         key = tuple(sorted(limits.items()))
-        return traces[key] if key in traces else again(limits=known.to(limits))
+        if key not in traces:
+            traces[key] = again(limits=known.to(limits), pieces=pieces)
+        return traces[key]
 
     def compiled(
         schedule: Schedule | None,

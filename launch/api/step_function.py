@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from ...ir.types import Place
 from ...tracer.function.functions import Functions
+from ...tracer.function.step_pieces import StepPieces
 from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.alike import Traces
 from ...tracer.record.actor_names import ActorNames
@@ -251,8 +252,9 @@ class Step:
         remat: frozenset[str] = frozenset(),
         fused: bool = False,
         limits: SavingLimits | None = None,
+        pieces: StepPieces | None = None,
     ) -> Trace:
-        """Trace the step; it takes less time with the `traces` of an earlier trace."""
+        """Trace the step; it takes less time with `traces` and `pieces` of an earlier trace."""
         current_world = world()
         check_outside(current_world, self.__name__)
         request = TraceRequest(
@@ -275,7 +277,7 @@ class Step:
                 inputs=self._inputs,
                 outputs=self._outputs,
                 name=self.__name__,
-                tracer=Functions(torch_device(current_world), traces, fused, limits),
+                tracer=Functions(torch_device(current_world), traces, fused, limits, pieces),
                 optimistic=optimistic,
                 remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.

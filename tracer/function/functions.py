@@ -9,7 +9,7 @@ backward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,11 @@ from ...ir.ops.module import Function, FunctionKind
 from ..errors import TraceError
 from ..graph.autodiff.recomputation import refuse_twice, what_again
 from ..graph.autodiff.saved_tensors import SavingLimits
-from ..graph.prepared import PreparedGraph
-from ..lazy import Lazy
 from ..method.alike import Traces
 from ..method.binding import check_arguments, definition, innermost
 from ..method.function_traces import trace_function
 from ..method.joint import Wanted
-from ..method.joint_graph import Joint, JointNodes
+from ..method.joint_graph import Joint
 from ..method.purity.watch import UsesGradients
 from ..values.actor_state import ActorState, collect
 from ..values.gradient_buckets import Buckets
@@ -49,7 +47,7 @@ from .float8_weights import Float8Weights, PreparingGraphs, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
-from .rank_functions import GraphPieces, RankFunctions
+from .rank_functions import RankFunctions
 from .resting_calls import (
     brought_to_rest,
     host_state_of,
@@ -59,6 +57,7 @@ from .resting_calls import (
     resting_guard,
     single_rank,
 )
+from .step_pieces import StepPieces, TracedGraph, call_key
 
 
 class Functions:
@@ -70,6 +69,8 @@ class Functions:
         traces: traces of methods from an earlier trace of the same step, to be reused.
         fused: whether fused kernels run the backwards, and compute cheap results again.
         limits: the limits of what forwards save for backwards; None: none, and none are asked for.
+        pieces: graphs and pieces of earlier traces of the same step, to be reused: no actor has
+            changed since. None: there are none.
 
     Attributes:
         device: the device of values; None: that of an actor's first tensor, or else the CPU.
@@ -81,16 +82,17 @@ class Functions:
         traces: Traces | None = None,
         fused: bool = False,
         limits: SavingLimits | None = None,
+        pieces: StepPieces | None = None,
     ) -> None:
         self.device = device
         self._fused = fused
         self._limits = limits
         self._effects = Effects()
         self._traces = Traces() if traces is None else traces
-        self._pieces = GraphPieces()
         self._preparing = PreparingGraphs()
+        self._pieces = StepPieces() if pieces is None else pieces
+        self._known = None if pieces is None else pieces.calls
         self._buckets: dict[str, Buckets] = {}
-        self._casts: dict[tuple[Lazy[JointNodes], tuple[int, ...]], PreparedGraph | None] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -118,10 +120,15 @@ class Functions:
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time
         if mark is not None:
             return self._opaque(target, call, mark, name)
-        try:
-            call, joint = self._joint(target, self._with_state(target, call))
-        except UsesGradients:
+        key = call_key(target, call, name, None)
+        if self._known is not None and key in self._known:
+            graph = self._known[key]
+        else:
+            graph = self._without_derivative(target, call)
+            self._keep(key, graph)
+        if graph is None:
             return self._opaque(target, call, OpaqueMark(), name)
+        call, joint = graph
         traced = self._functions_of(target, call, joint, ()).function(name)
         return replace(traced, guard=brought_to_rest(target, traced.guard))
 
@@ -150,16 +157,33 @@ class Functions:
                 optimizers no actor holds; the backward cannot compute a call with `remat` again; or
                 a traced call in between writes to state that the backward needs.
         """
-        call = self._with_state(target, _call_of(target, signature, loc))
+        call, wanted = _call_of(target, signature, loc), Wanted(grad_outputs, grad_inputs)
+        key = call_key(target, call, name, wanted)
+        graph = None if self._known is None else self._known.get(key)
+        call = self._with_state(target, call) if graph is None else graph[0]
         if opaque_mark(call.function) is not None:
             raise _no_derivative(call)
         _refuse_hooks(target, call)
-        call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
+        if graph is None:
+            graph = self._joint(target, call, wanted)
+            self._keep(key, graph)
+        call, joint = graph
         if target.remat:
             refuse_twice(call, joint)
         recompute = what_again(target, self._fused, between, self._limits, name)
         functions = self._functions_of(target, call, joint, between)
         return functions.derivative(name, between, recompute)
+
+    def _without_derivative(self, target: Target, call: TracedCall) -> TracedGraph | None:
+        """The graph of a call that is not differentiated; None if it works on gradients."""
+        try:
+            return self._joint(target, self._with_state(target, call))
+        except UsesGradients:
+            return None
+
+    def _keep(self, key: Hashable, graph: TracedGraph | None) -> None:
+        if self._known is not None:
+            self._known[key] = graph
 
     def _functions_of(
         self, target: Target, call: TracedCall, joint: Joint, between: Sequence[Write]
@@ -173,12 +197,13 @@ class Functions:
         is_cut = group is not None and (group.has_layouts or bool(resting))
         joint, weights = self._prepared(target, call, joint, is_cut or not between)
         if group is None or not is_cut:
-            return RankFunctions(target, call, joint, effects, weights, self._pieces)
+            return RankFunctions(target, call, joint, effects, weights, self._pieces.whole)
         buckets = Buckets()
         if group.actor is not None:
             new = Buckets(group.actor.bucket_bytes)
             buckets = self._buckets.setdefault(group.actor.name, new)
-        return MeshFunctions(target, call, joint, effects, weights, group, buckets, resting)
+        pieces = self._pieces.laid_out
+        return MeshFunctions(target, call, joint, effects, weights, group, buckets, resting, pieces)
 
     def _prepared(
         self, target: Target, call: TracedCall, joint: Joint, is_allowed: bool
@@ -192,10 +217,7 @@ class Functions:
         indices = with_one_scale(target.float8, call.state.tensors)
         if not indices:
             return joint, None
-        key = joint.nodes, indices
-        if key not in self._casts:
-            self._casts[key] = PreparedGraph.of(joint, indices)
-        graph = self._casts[key]
+        graph = self._pieces.prepared(joint, indices)
         if graph is None:
             return joint, None
         group = None if target.group is None else target.group.actor
@@ -218,12 +240,12 @@ class Functions:
             TraceError, UsesGradients: as in `settled` and `refuse_hidden_state`.
         """
         if not isinstance(target, MethodTarget):
-            return trace_function(call, derivative, self._traces.store, self._pieces.json)
+            return trace_function(call, derivative, self._traces.store, self._pieces.whole.json)
         cached_joint = self._traces.find(call, derivative)
         if cached_joint is not None:
             return call, cached_joint
         call, joint = self._traces.make(call, derivative)
-        self._traces.add(call, derivative, joint, self._pieces.json)
+        self._traces.add(call, derivative, joint, self._pieces.whole.json)
         return call, joint
 
     def _with_state(self, target: Target, call: TracedCall) -> TracedCall:

@@ -7,7 +7,9 @@ is cut where a layer is used first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...ir.attributes import Effect, Shares
 from ...ir.layout import Layout
@@ -18,8 +20,7 @@ from ..graph.autodiff.partition import Sections
 from ..graph.autodiff.recomputation import Recomputation
 from ..graph.autodiff.subgraphs import fake_of
 from ..graph.layouts.cases import LayoutError
-from ..graph.layouts.propagation.joints import propagate_joint
-from ..graph.layouts.propagation.sections import LaidOutSection, SectionCutter
+from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import Version
 from ..graph.prepared import cast_path
 from ..method.reuse.saving_functions import OFFLOAD
@@ -31,6 +32,7 @@ from ..values.interface import TracedPart, TracedVjp, Write
 from ..values.optimizer_state import RestingState
 from .call_functions import CallFunctions
 from .groups.stored import Stored
+from .laid_out_pieces import LaidOutPieces, LayoutPlan
 from .section_programs import SectionProgram
 
 
@@ -42,15 +44,18 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         group: the ranks that call it.
         buckets: the buckets of the actor's gradients.
         resting: the parameters that rest on the host, by rank.
+        pieces: the pieces of the step's graphs.
     """
 
     group: Group
     buckets: Buckets
     resting: Mapping[int, RestingState]
+    pieces: LaidOutPieces
 
     def forward(self) -> LaidOutSection:
         self._refuse_forward_changes()
-        return self._cutter().forward()
+        with self._errors_located():
+            return self.pieces.forward(self.joint, self._plan)
 
     def sections(
         self, volatile: frozenset[int], recomputation: Recomputation
@@ -61,28 +66,27 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
         self._refuse_forward_changes()
         self._refuse_without_gradients()
         self._refuse_offloading()
-        cutter = self._cutter()
-        self.buckets.enter(self._sums(cutter.gradients))
-        cutter.buckets = self.buckets.of
-        return cutter.sections(volatile, recomputation)
+        with self._errors_located():
+            self.buckets.enter(self._sums(self.pieces.gradients(joint, self._plan)))
+            return self.pieces.sections(joint, self._plan, self.buckets.of, volatile, recomputation)
 
     def part(
         self, section: LaidOutSection, name: str, effect: Effect, shares: Shares
     ) -> TracedPart:
-        actor, loc = self.group.actor, self.call.declared_at
         return SectionProgram(
             name,
             self.target.actor,
             section,
-            {rank: () if actor is None else actor.state(rank).tensors for rank in self._ranks},
+            self._state,
             self.group.played,
-            self.joint.owner,
+            self.joint,
             effect,
             shares,
-            loc,
-            None if actor is None else Stored(actor, loc, self.buckets.of, self.resting),
+            self.call.declared_at,
+            self._stored,
             self.weights,
             self.buckets.of,
+            self.pieces,
         ).make()
 
     def gradients(self, backward: LaidOutSection) -> Mapping[str, GradientLayout]:
@@ -128,7 +132,8 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
                 count = numel_at_rank(tuple(fake.shape), version.layout, self.group.place)
                 yield tensor.path, count * fake.element_size()
 
-    def _cutter(self) -> SectionCutter:
+    @cached_property
+    def _plan(self) -> LayoutPlan:
         joint, group, actor = self.joint, self.group, self.group.actor
         layouts: dict[str, Layout] = {} if actor is None else actor.layouts
         gathered: dict[str, Layout] = {} if actor is None else actor.gathered
@@ -140,22 +145,41 @@ class MeshFunctions(CallFunctions[LaidOutSection]):
             path: None if joint.draws else layer_of(path)
             for path in self._at_rest.difference(gathered)
         }
-        pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
-        layers = {path: layer_of(path) for path in gathered}
+        return LayoutPlan(
+            group.place,
+            self._ranks,
+            group.inputs,
+            tuple(layouts.items()),
+            tuple((path, layout, layer_of(path)) for path, layout in gathered.items()),
+            tuple(sorted(fetched.items())),
+            None if actor is None else actor.plan.attention,
+            () if actor is None else actor.plan.sequence,
+        )
+
+    @contextmanager
+    def _errors_located(self) -> Iterator[None]:
+        """Let layout errors that name no line name the line of the call.
+
+        They are of a torch function, or the op belongs to no line of the method.
+        """
         try:
-            propagation = propagate_joint(
-                *(joint, group.place, layouts, group.inputs),
-                pins=pins,
-                attention=None if actor is None else actor.plan.attention,
-                sequence=() if actor is None else actor.plan.sequence,
-            )
-            return SectionCutter(joint, propagation, self._ranks, layers, fetched)
+            yield
         except LayoutError as error:
             if error.loc is not None:
                 raise
-            # The call is of a torch function, or the op belongs to no line of the method.
             loc = self.call.error_loc
             raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
+
+    @cached_property
+    def _state(self) -> Mapping[int, Sequence[StateTensor]]:
+        """The tensors of each rank that gets a graph here."""
+        actor = self.group.actor
+        return {rank: () if actor is None else actor.state(rank).tensors for rank in self._ranks}
+
+    @cached_property
+    def _stored(self) -> Stored | None:
+        actor, loc = self.group.actor, self.call.declared_at
+        return None if actor is None else Stored(actor, loc, self.buckets.of, self.resting)
 
     @property
     def _ranks(self) -> tuple[int, ...]:

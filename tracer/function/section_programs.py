@@ -6,10 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import torch
-from torch import fx
 
 from ...ir.attributes import NO_SHARES, Effect, Shares, Symbol, Traffic
 from ...ir.flops import NO_FLOPS, Flops
@@ -19,37 +15,20 @@ from ...ir.ops import Return, Value
 from ...ir.ops import Transfer as TransferOp
 from ...ir.ops.module import Function, FunctionKind, Program
 from ...ir.ops.names import Names
-from ...ir.types import DType, TensorType, UnitType, ValueType
-from ..graph.autodiff.subgraphs import (
-    PieceNodes,
-    Subgraph,
-    SubgraphBuilder,
-    fake_of,
-    gradients_of,
-    has_checks,
-    is_dense,
-    results,
-)
-from ..graph.codegen.codegen import make_body, sources_of
-from ..graph.codegen.generated_source import BodySources
-from ..graph.codegen.workspace import workspace_of
+from ...ir.types import DType, UnitType, ValueType
+from ..graph.codegen.codegen import make_body
 from ..graph.layouts.cases import LayoutError
-from ..graph.layouts.cuts import unmerged
-from ..graph.layouts.propagation.partition import Part, Partition
+from ..graph.layouts.propagation.partition import Partition
 from ..graph.layouts.propagation.sections import LaidOutSection
 from ..graph.layouts.versions import LayoutTransfer, Version, text_of
-from ..lazy import Lazy
-from ..method.node_memory import memory_of
-from ..method.purity.flops import count_flops
+from ..method.joint_graph import Joint
 from ..values.actor_state import StateTensor
 from ..values.gradient_buckets import buckets_of
 from ..values.interface import Body, RankBodies, TracedPart
-from ..values.operators import is_random
-from ..values.specs import ir_dtype
 from .float8_weights import Float8Weights
 from .groups.stored import GradientReduction, ParameterGather, Stored
-
-Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
+from .laid_out_pieces import LaidOutPieces
+from .part_plans import PartPlan, type_of_version
 
 
 @dataclass(frozen=True)
@@ -62,12 +41,13 @@ class SectionProgram:
         section: the section that the function computes.
         state: the tensors of each rank that has a graph. The first rank's operations are counted.
         played: the ranks of `state` that this process plays.
-        owner: the module that holds the constants that graphs refer to.
+        joint: the joint graph of the section.
         effect, shares: the effects of the function, and of its parts that use state.
         loc: the user's line.
         stored: the actor's stored parameters; None without an actor.
         float8: the actor's weights that are prepared for float8; None without an actor.
         buckets: the buckets of the gradients that are reduced, by path.
+        pieces: the pieces of the step's graphs.
     """
 
     name: str
@@ -75,13 +55,14 @@ class SectionProgram:
     section: LaidOutSection
     state: Mapping[int, Sequence[StateTensor]]
     played: tuple[int, ...]
-    owner: torch.nn.Module
+    joint: Joint
     effect: Effect
     shares: Shares
     loc: Location | None
     stored: Stored | None
     float8: Float8Weights | None
     buckets: Mapping[str, int]
+    pieces: LaidOutPieces
 
     def make(self) -> TracedPart:
         """Make the function."""
@@ -94,8 +75,8 @@ class SectionProgram:
         functions = [part.declaration for part in parts]
         declaration = Function(
             self.name,
-            inputs=tuple(map(_type, self.section.takes)),
-            outputs=tuple(map(_type, self.section.gives)) or (UnitType(),),
+            inputs=tuple(map(type_of_version, self.section.takes)),
+            outputs=tuple(map(type_of_version, self.section.gives)) or (UnitType(),),
             kind=FunctionKind.PROGRAM,
             effect=self.effect,
             shares=self.shares,
@@ -123,7 +104,7 @@ class SectionProgram:
                 reduction_of[transfer] = reduction
         return reduction_of
 
-    def _plans(self, reductions: Collection[LayoutTransfer]) -> Iterator[_PartPlan]:
+    def _plans(self, reductions: Collection[LayoutTransfer]) -> Iterator[PartPlan]:
         """The plan of each part: which values it returns, which gradients it accumulates."""
         section = self.section
         reduced = {transfer.after for transfer in reductions}
@@ -134,27 +115,23 @@ class SectionProgram:
             gradients = [pair for pair in pending if pair[1] in part.outputs]
             pending = [pair for pair in pending if pair not in gradients]
             returned = tuple(version for version in part.outputs if version in used)
-            yield _PartPlan(part, returned, gradients)
+            yield PartPlan(part, returned, gradients)
         parts = section.partition.parts
         is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
         # A last part adds the gradients that no part computes: exchanged ones, or inputs. A section
         # without any work also needs a part.
         if pending or is_idle:
-            yield _PartPlan(None, (), pending)
+            yield PartPlan(None, (), pending)
 
-    def _part(self, index: int, plan: _PartPlan) -> TracedPart:
+    def _part(self, index: int, plan: PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        pieces: dict[int, tuple[Subgraph, BodySources]] = {}
         for rank, own in self.state.items():
-            which = plan.graph_of(rank)
-            if which not in pieces:
-                piece = plan.piece(rank, self.section.in_place, self.owner)
-                pieces[which] = piece, sources_of(piece)
             if rank in self.played:
-                piece, sources = pieces[which]
-                bodies[rank] = make_body(piece.on_tensors(own), name, sources)
-        first, _ = next(iter(pieces.values()))
+                piece, facts = self.pieces.part(self.section, index, plan, rank, self.joint)
+                bodies[rank] = make_body(piece.on_tensors(own), name, facts.sources)
+        rank = next(iter(self.state))
+        first, facts = self.pieces.part(self.section, index, plan, rank, self.joint)
         touches = plan.gradients or plan.reads(self.section.in_place)
         function = Function(
             name,
@@ -166,8 +143,8 @@ class SectionProgram:
             random=first.draws,
             checks=first.checks,
             loc=self.loc,
-            flops=count_flops(first.graph),
-            workspace=workspace_of(first),
+            flops=facts.flops.value,
+            workspace=facts.workspace.value,
             buckets=buckets_of((t.path for t, _ in plan.gradients), self.buckets),
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)
@@ -175,7 +152,7 @@ class SectionProgram:
     def _program(
         self,
         writer: _SectionWriter,
-        plans: Sequence[_PartPlan],
+        plans: Sequence[PartPlan],
         parts: Sequence[TracedPart | None],
         reductions: Mapping[LayoutTransfer, GradientReduction],
     ) -> Program:
@@ -218,104 +195,6 @@ class SectionProgram:
             writer.gather(self.stored.gathers(tensor.path), version)
 
 
-@dataclass(frozen=True)
-class _PartPlan:
-    """A part, the versions that it returns, and the gradients that it accumulates.
-
-    Without a part (None), the function computes nothing: it only accumulates gradients, if any.
-    """
-
-    part: Part | None
-    returned: tuple[Version, ...]
-    gradients: Gradients
-
-    @property
-    def is_needed(self) -> bool:
-        return self.part is None or bool(self.returned or self.gradients or self.part.nodes)
-
-    @property
-    def versions(self) -> tuple[Version, ...]:
-        """The inputs of the part's graph, in the graph's order."""
-        if self.part is not None:
-            return self.part.inputs
-        return tuple(dict.fromkeys(version for _, version in self.gradients))
-
-    def inputs(self, state: Collection[Version]) -> tuple[Version, ...]:
-        """The inputs that are arguments of the part's function."""
-        return tuple(version for version in self.versions if version not in state)
-
-    def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
-        """The inputs that are state of the actor."""
-        return tuple(version for version in self.versions if version in state)
-
-    def graph_of(self, rank: int) -> int:
-        """The index of a rank's graph; ranks of one index run the same piece."""
-        return 0 if self.part is None else self.part.bodies.of_rank[rank]
-
-    def piece(
-        self, rank: int, state: Mapping[Version, StateTensor], owner: torch.nn.Module
-    ) -> Subgraph:
-        """The piece that a rank runs; its tensors are those of the first rank.
-
-        Args:
-            rank: the rank.
-            state: the tensors of the state, by version.
-            owner: the module that holds the constants that graphs refer to.
-        """
-        reads, inputs = self.reads(state), self.inputs(state)
-        if self.part is not None:
-            graph = self.part.bodies.at(rank)
-            placeholders = graph.find_nodes(op="placeholder")
-            node_of = dict(zip(self.versions, placeholders, strict=True))
-            output_of = dict(zip(self.part.outputs, results(graph), strict=True))
-            nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        else:
-            node_of = output_of = {version: version.node for version in inputs}
-            nodes = []
-        taken = [node_of[version] for version in (*reads, *inputs)]
-        returned = [output_of[version] for version in self.returned]
-        graded = [(tensor, output_of[version]) for tensor, version in self.gradients]
-        builder = SubgraphBuilder({n.name: n.meta["loc"] for n in nodes if "loc" in n.meta})
-        for node in taken:
-            builder.placeholder(node)
-        for node in nodes:
-            builder.copy(node)
-        memory = {memory_of(node) for node in taken}
-        values = _apart(builder, returned, memory)
-        builder.graph.output((*values, *(builder.of(node) for _, node in graded)))
-        return Subgraph(
-            nodes=Lazy.known(PieceNodes(builder.graph, owner, builder.locations)),
-            reads=tuple(state[version] for version in reads),
-            takes=tuple(map(_type, inputs)),
-            dense=(True,) * len(inputs),
-            gives=tuple(map(_type, self.returned)),
-            rebinds=(),
-            gradients=gradients_of(graded, returned, memory),
-            aliases=(),
-            draws=any(is_random(node.target, node.args, node.kwargs) for node in nodes),
-            checks=has_checks(builder.graph),
-        )
-
-
-def _apart(
-    builder: SubgraphBuilder, returned: Sequence[fx.Node], memory: Collection[int | None]
-) -> Iterator[fx.Node]:
-    """Values that are returned: contiguous, in memory of their own.
-
-    Args:
-        builder: has copied the values.
-        returned: the values.
-        memory: memory of what the piece takes.
-    """
-    used = set(memory)
-    for node in returned:
-        if is_dense(node) and node.op == "call_function" and memory_of(node) not in used:
-            used.add(memory_of(node))
-            yield builder.of(node)
-        else:
-            yield builder.clone(node, dense=True)
-
-
 class _SectionWriter:
     """Writes the program of a function.
 
@@ -334,7 +213,7 @@ class _SectionWriter:
         self._ops: list[CallOp | TransferOp | Return] = []
 
     def _value(self, version: Version) -> Value:
-        return Value(self._names.fresh(version.node.name), _type(version))
+        return Value(self._names.fresh(version.node.name), type_of_version(version))
 
     def call(self, function: Function, takes: Iterable[Version], gives: Sequence[Version]) -> None:
         results = tuple(self._value(version) for version in gives)
@@ -350,7 +229,7 @@ class _SectionWriter:
     def transfer(self, transfer: LayoutTransfer) -> None:
         before, after, rows = transfer.before, transfer.after, transfer.rows
         result = self._values[after] = self._value(after)
-        if _type(before).shape != _type(after).shape:
+        if type_of_version(before).shape != type_of_version(after).shape:
             raise LayoutError(
                 f"{text_of(before)} is exchanged to be {text_of(after)}, and a dimension of it is "
                 "cut as two factors of it are, which no type says",
@@ -441,10 +320,3 @@ def _total(one: Flops, other: Flops) -> Flops:
 def _transfers(partition: Partition) -> Iterator[LayoutTransfer]:
     for _, transfers in partition.steps:
         yield from transfers
-
-
-def _type(version: Version) -> TensorType:
-    """The type of a version, without a place. A product of cut factors has a dimension for each."""
-    fake = fake_of(version.node)
-    layout, shape = unmerged(version.layout, tuple(fake.shape))
-    return TensorType(ir_dtype(fake.dtype), shape, None, layout if layout.axes else None)

@@ -42,7 +42,7 @@ class Part:
     bodies: Graphs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partition:
     """A graph as parts and transfers.
 
