@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from llama_model import LLAMA, Layer, Part, Shape, batch, cross_entropy, rotated
+from memory_gpu import PHASE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,6 +139,7 @@ def compiled_step(
             plain.close()
             limit = int(args.share * facts["planned_without"])
         options["memory"] = facts["limit"] = limit
+    begin("choose what is saved and compile" if "memory" in options else "compile")
     step = lowered.compile(fuse=fuse, **options)
     plan = step.memory_analysis()[0]
     facts |= {"planned": plan.peak, "host": plan.host, "moved": plan.moved}
@@ -159,6 +163,7 @@ def cg_layers(work: Workload, args: argparse.Namespace) -> tuple[Step, list[nn.M
         return loss
 
     x = inputs_of(work, args.device)
+    begin("trace")
     step, facts = compiled_step(train.lower(x), work, args, [x])
     return step, [layer.local for layer in layers], facts
 
@@ -181,6 +186,7 @@ def cg_training(work: Workload, args: argparse.Namespace) -> tuple[Step, list[nn
         return loss
 
     values = batch(work.shape, work.sequences, args.device)
+    begin("trace")
     step, facts = compiled_step(train.lower(*values), work, args, values)
     return step, [part.local for part in parts], facts
 
@@ -226,6 +232,11 @@ def torch_training(work: Workload, args: argparse.Namespace) -> tuple[Step, list
 # -- measuring ------------------------------------------------------------------------------------
 
 
+def begin(phase: str) -> None:
+    """Say which phase begins: the output of an arm that is ended says where it was."""
+    print(f"{PHASE}{phase}, at {time.strftime('%X')}", flush=True)
+
+
 @contextlib.contextmanager
 def peak_of_step(args: argparse.Namespace, peaks: list[int]) -> Iterator[None]:
     """Note what the allocator holds at most."""
@@ -255,13 +266,16 @@ def measure(args: argparse.Namespace) -> Facts:
         ("train", True): torch_training,
     }
     began = time.perf_counter()
+    begin("make the model")
     if is_torch and args.device == "fake":
         args.device = "cpu"  # only cg knows that device
     step, modules, facts = makers[kind, is_torch](work, args)
     facts["compile_s"] = round(time.perf_counter() - began, 1)
     times, losses, peaks = [], [], list[int]()
     timed = args.steps if kind == "layers" else max(2, args.steps // 3)
-    for _ in range(work.warm + timed):
+    for number in range(work.warm + timed):
+        if number in (0, work.warm):
+            begin("time" if number else "warm up and compile kernels")
         with peak_of_step(args, peaks):
             began = time.perf_counter()
             losses.append(step())
@@ -287,6 +301,7 @@ def main() -> None:
     add("--share", type=float, default=0.6)
     add("--fuse", choices=["inductor", "none"], default="inductor")
     args = parser.parse_args()
+    faulthandler.register(signal.SIGTERM, chain=True)  # where an arm is that takes too long
     torch.set_num_threads(1)
     if args.device == "fake":
         import cg  # noqa: F401 (names the device)

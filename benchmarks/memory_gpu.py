@@ -4,8 +4,9 @@
     python benchmarks/memory_gpu.py --only 'train-*' [--seconds 200] [--json FILE]
     python benchmarks/memory_gpu.py --shape tiny --device fake --steps 2      # a trial
 
-Each arm is a process of its own (`memory_arms.py`). An arm that fails is a row with its error, and
-the others go on. No arm is begun that would not end in `--seconds`, and FILE has all rows so far.
+Each arm is a process of its own (`memory_arms.py`). An arm that fails is a row with its error and
+its last phase, and the others go on. No arm is begun that would not end in `--seconds`. FILE has
+all rows so far, those that failed with the end of their output: where Python was at a timeout.
 
 Arms `layers-*` compute four layers of Llama-7B, forward and backward, on 8 x 2,048 tokens in
 bfloat16. Each layer is an actor, so tensors of one can rest on the host while another computes.
@@ -72,6 +73,9 @@ MARGIN = 8.0
 TOLERANCE = 0.02
 """The share by which the losses of arms may differ: they round to bfloat16 at other places."""
 
+PHASE = "phase: "
+"""The beginning of a line in the output of an arm that says which phase begins."""
+
 Row = dict[str, Any]
 
 
@@ -119,6 +123,8 @@ class Bench:
         if error:
             output = log.read_text(errors="replace")
             status = "out of memory" if "out of memory" in output else "failed"
+            phases = [line for line in output.splitlines() if line.startswith(PHASE)]
+            error = "; ".join((error, *phases[-1:]))
             return {**row, "status": status, "error": error, "output": output[-8000:]}
         return {**row, "status": "ok", **json.loads(result.read_text())}
 
