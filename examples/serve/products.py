@@ -27,10 +27,13 @@ INPUT = -1
 
 @runtime_checkable
 class _Quantized(Protocol):
-    """A linear layer that keeps a quantized weight."""
+    """A linear layer that keeps a quantized weight.
+
+    A parameter is none of its members: from Python 3.12 on, `isinstance` looks at no attribute that
+    a module finds by `__getattr__`.
+    """
 
     out_features: int
-    bias: Tensor | None
 
     def joined(self, others: Sequence[Any], ways: int) -> Any:
         """One layer with the outputs of this one and of others; None if it cannot have them."""

@@ -17,25 +17,22 @@ from torch import Tensor, nn
 
 
 @runtime_checkable
-class _AdaptedModule(Protocol):
+class _WithAdapters(Protocol):
     """A module of peft around one whose parameter has adapters; several are nested.
 
+    From Python 3.12 on, `isinstance` looks at no attribute that a module finds by `__getattr__`, as
+    it does its modules.
+
     Attributes:
-        base_layer: the module, or another such wrapper of it.
         parameter_name: of the module's parameter.
         num_experts: the matrices that are stacked in it; 1 if it is one matrix.
-        lora_A, lora_B: for each adapter, a layer whose weight has the factors of all matrices:
-            `[experts * rank, in]`, expert by expert, and `[out, rank * experts]`, rank by rank.
         scaling: the number by which the product of an adapter's factors is multiplied.
         active_adapters: the names of those that count.
         disable_adapters, merged: true if none counts, or the parameter has them already.
     """
 
-    base_layer: nn.Module
     parameter_name: str
     num_experts: int
-    lora_A: Mapping[str, nn.Linear]  # noqa: N815 (peft's name)
-    lora_B: Mapping[str, nn.Linear]  # noqa: N815 (peft's name)
     scaling: Mapping[str, float]
     active_adapters: list[str]
     disable_adapters: bool
@@ -44,6 +41,20 @@ class _AdaptedModule(Protocol):
 
     def get_base_layer(self) -> nn.Module: ...
     def get_delta_weight(self, adapter_name: str) -> Tensor: ...
+
+
+class _AdaptedModule(_WithAdapters, Protocol):
+    """Such a module, and what it has modules for.
+
+    Attributes:
+        base_layer: the module, or another such wrapper of it.
+        lora_A, lora_B: for each adapter, a layer whose weight has the factors of all matrices:
+            `[experts * rank, in]`, expert by expert, and `[out, rank * experts]`, rank by rank.
+    """
+
+    base_layer: nn.Module
+    lora_A: Mapping[str, nn.Linear]  # noqa: N815 (peft's name)
+    lora_B: Mapping[str, nn.Linear]  # noqa: N815 (peft's name)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ def adapt_by_products(model: nn.Module, is_stacked: Callable[[nn.Module], bool])
             parameter. Others get the sum of the parameter and its adapters.
     """
     for module in model.modules():
-        if isinstance(module, _AdaptedModule):
+        if isinstance(module, _WithAdapters):
             forward = _through_products if is_stacked(module.get_base_layer()) else _through_sum
             module.forward = MethodType(forward, module)
 
