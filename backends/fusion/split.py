@@ -265,6 +265,14 @@ class _FakeResults(fx.Interpreter):
         self.values[n] = result = super().run_node(n)
         return result
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, or a copy of a number.
+
+        Of a number a fake tensor keeps the value, so that an operator writes to the number itself.
+        """
+        value = super().get_attr(target, args, kwargs)
+        return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+
 
 def _chained(graph: _SplitGraph, calls: Sequence[_PartCall]) -> Compute:
     """Call parts one behind the other; each value is given away at its last use."""

@@ -262,6 +262,7 @@ def test_constants_that_are_written_to_are_of_one_graph() -> None:
     vector = torch.ones(WIDTH)
     one, other = (Scaled(3.0, vector, is_counting=True) for _ in range(2))
     assert compiled_together([one.graph(), other.graph()], [X, X]) == 2
+    assert one.number == other.number == 3  # compiling writes to nothing
 
 
 @settings(deadline=None, max_examples=40)
