@@ -3,7 +3,7 @@
 A step of decoding takes as long as its weights take to be read. This operator reads the stored
 levels and no other form of the weight: it multiplies rows by levels, and sums of inputs that share
 a scale by the scale. All sums are float32, and no number of the weight is rounded. On CUDA devices
-it is a kernel of Triton (`quantized_kernel.py`), elsewhere torch's own operators.
+it is one of two kernels of Triton (`quantized_kernel.py`), elsewhere torch's own operators.
 """
 
 from __future__ import annotations
