@@ -26,6 +26,13 @@ from memory_gpu import PHASE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+RESTING = {"layers": 2, "train": 3}
+"""The tensors of a parameter's size that are on the device between steps, and in no plan.
+
+They are the weight, of `layers` the gradient, and of `train` two of AdamW, whose plan has
+gradients.
+"""
+
 Facts = dict[str, Any]
 Step = Callable[[], float]
 
@@ -280,8 +287,7 @@ def measure(args: argparse.Namespace) -> Facts:
             began = time.perf_counter()
             losses.append(step())
             times.append(round((time.perf_counter() - began) * 1e3, 3))
-    # Weights and gradients, and for AdamW two tensors more, which the first step makes.
-    resting = resting_bytes(modules, 2 if kind == "layers" or way == "host" else 4)
+    resting = resting_bytes(modules, RESTING[kind] if way != "host" else 0)
     facts |= {"resting": resting, "losses": losses, "first_ms": times[: work.warm]}
     facts |= {"ms": times[work.warm :]}
     if args.device == "cuda":

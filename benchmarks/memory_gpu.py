@@ -29,8 +29,8 @@ Arms `train-*` train 3.4e9 parameters by AdamW in float32, with products in bflo
 
 The columns: `ms` is the median of the steps behind those that warm up, on the host's clock; a step
 ends with a wait for the device. `peak` is what torch's allocator holds at most in a step, without
-weights, gradients, and AdamW's state where that is on the device; `planned` is what cg has planned,
-and `host` its pinned memory. Losses of the arms are compared.
+what is there between steps: weights, gradients of `layers`, AdamW's state; `planned` is what cg has
+planned, and `host` its pinned memory. Losses of the arms are compared.
 """
 
 from __future__ import annotations

@@ -173,3 +173,44 @@ def test_there_is_no_other_rank() -> None:
     assert world.look([0], 1.0) == {}
     with pytest.raises(ValueError, match="root 1 is not a rank of 1"):
         world.broadcast("a", 1)
+
+
+class OlderAdamW(torch.optim.AdamW):
+    """Makes the numbers of steps on torch's default device, as torch before 2.13 does."""
+
+    def step(self, closure: Any = None) -> Any:
+        is_first = not self.state
+        loss = super().step(closure)
+        for kept in self.state.values() if is_first else ():
+            kept["step"] = kept["step"].to(torch.zeros(()).device)
+        return loss
+
+
+class Trained(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = OlderAdamW(self.parameters(), lr=0.1)
+
+    @cg.opaque
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("world", [FakeDevice], indirect=True)
+def test_an_optimizer_counts_its_steps_on_the_host(world: World) -> None:
+    """It reads the numbers at every step, and would wait for the device."""
+    layer = cg.actor(Trained).on(0)()
+
+    @cg.trace
+    def train(x: Tensor) -> Tensor:
+        loss = layer.loss(x)
+        cg.backward(loss)
+        layer.update()
+        return loss
+
+    for number in range(1, 4):
+        train(torch.ones(2, WIDTH))
+        counts = [kept["step"] for kept in layer.local.optimizer.state.values()]
+        assert [count.device.type for count in counts] == ["cpu"] * len(counts)
+        assert [int(count) for count in counts] == [number] * len(counts)
+    assert counts

@@ -46,7 +46,14 @@ from .effects import Effects
 from .float8_weights import Float8Weights, PreparingGraphs, with_one_scale
 from .groups.pieces_only import OperatorWatch
 from .mesh_functions import MeshFunctions
-from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
+from .opaque_calls import (
+    calls_of_ranks,
+    opaque_body,
+    opaque_results,
+    refuse_tensors,
+    strictly,
+    with_counts_on_host,
+)
 from .rank_functions import RankFunctions
 from .resting_calls import (
     brought_to_rest,
@@ -285,6 +292,8 @@ class Functions:
             resting=resting_bytes(target, call),
         )
         calls = calls_of_ranks(target, call)
+        if self.device is not None:
+            calls = {rank: with_counts_on_host(c) for rank, c in calls.items()}
         body = RankBodies.of({rank: opaque_body(c, mark, results) for rank, c in calls.items()})
         strict = RankBodies.of(
             {rank: opaque_body(strictly(c), mark, results) for rank, c in calls.items()}

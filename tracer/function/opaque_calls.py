@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TraceError, Verbatim
+from ..values.actor_state import reach
 from ..values.interface import (
     Body,
     MethodTarget,
@@ -20,6 +22,7 @@ from ..values.interface import (
     result_spec,
 )
 from ..values.opaque import OpaqueMark
+from ..values.optimizer_state import StepCounts, optimizers_of
 from ..values.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, show_type
 
 
@@ -102,6 +105,25 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
     if isinstance(leaf, TensorSpec):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     return leaf
+
+
+def with_counts_on_host(call: TracedCall) -> TracedCall:
+    """The same call, which leaves on the host what optimizers of its actor count."""
+    function = call.function
+    if not isinstance(function, MethodType):
+        return call
+    optimizers = optimizers_of(reach(function.__self__))
+    if not optimizers:
+        return call
+    counts = StepCounts(optimizers)
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        counts.bring_to_host()
+        return result
+
+    return replace(call, function=counted)
 
 
 def strictly(call: TracedCall) -> TracedCall:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from .operators import storage_key
 
 _COUNT = "step"
 """Torch's key for the number of steps, which an optimizer does not keep element by element."""
+
+_COUNTS = frozenset({_COUNT, "mu_product"})
+"""Torch's keys for numbers that an optimizer reads at every step; the second is NAdam's."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,38 @@ def optimizers_of(state: ActorState) -> list[torch.optim.Optimizer]:
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizers[id(optimizer)] = optimizer
     return list(optimizers.values())
+
+
+class StepCounts:
+    """The numbers of steps of optimizers, which belong on the host.
+
+    An optimizer reads them at every step, and would wait for the device. Torch before 2.13 makes
+    them on its default device, which is the actor's while an opaque method runs. Those of a
+    `fused` or `capturable` optimizer belong on the device.
+
+    Args:
+        optimizers: of an actor.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._known = 0
+
+    def bring_to_host(self) -> None:
+        """Bring those that are new to the host, which waits for the device then."""
+        known = sum(len(optimizer.state) for optimizer in self._optimizers)
+        if known == self._known:
+            return
+        self._known = known
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if group.get("capturable") or group.get("fused"):
+                    continue
+                for parameter in group["params"]:
+                    kept = optimizer.state.get(parameter, {})
+                    for key in _COUNTS & kept.keys():
+                        if isinstance(kept[key], torch.Tensor):
+                            kept[key] = kept[key].cpu()
 
 
 def settings_of(trainer: object) -> str:

@@ -47,7 +47,7 @@ _TICKS: Final = 64
 """Turns of an event loop in which a future is polled, before the process waits for the bell."""
 
 _TIMER: Final = 1e-3
-"""Seconds after which an event loop looks again where other machines take part."""
+"""Seconds after which an event loop looks again, where no bell rings for all that is awaited."""
 
 
 class Serving:
@@ -66,7 +66,6 @@ class Serving:
         self._hear = hear
         self.where = where
         self._flag = node.waiting(node.rank)
-        self._spans = len(node.leaders) > 1
         self._turns = _TURNS
         self._contention = Contention()
         self._is_alone = False
@@ -126,7 +125,7 @@ class Serving:
             node.words[self._flag] = 1
             node.fence()
             return
-        longest = nap((polls - self._turns) // 2) if self._spans else SLEEP
+        longest = SLEEP if node.is_rung else nap((polls - self._turns) // 2)
         try:
             node.bell.wait(longest if seconds is None else min(longest, seconds))
         finally:
@@ -175,7 +174,7 @@ class Serving:
         end before the driver's command has come here.
         """
         node = self._node
-        if self._spans:
+        if len(node.leaders) > 1:
             self._hear()
         for rank in range(node.size):
             dead = rank in node.bell.dead
@@ -206,7 +205,6 @@ class _Pump:
         self._lost = lost
         self._waiting: dict[asyncio.Future[None], Future] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._spans = len(node.leaders) > 1
 
     def wait(self, future: Future) -> Generator[Any, None, None]:
         """Wait until `future` is done."""
@@ -250,7 +248,7 @@ class _Pump:
                 woken.set_result(None)
             elif error is not None:
                 woken.set_exception(error)
-        self._timer = self._loop.call_later(_TIMER if self._spans else SLEEP, self._look)
+        self._timer = self._loop.call_later(SLEEP if self._node.is_rung else _TIMER, self._look)
 
     def _disarm(self) -> None:
         self._loop.remove_reader(self._node.bell.fileno())

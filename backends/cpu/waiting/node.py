@@ -101,6 +101,14 @@ class MachineNode:
         self.comm = self._own_communicator()
         self._next_tag = 0
 
+    @property
+    def is_rung(self) -> bool:
+        """True if a bell rings for all that this process may wait for.
+
+        Neither other machines nor devices ring one.
+        """
+        return len(self.leaders) == 1 and self.world.device is None
+
     def is_local(self, rank: int) -> bool:
         """Return whether `rank` runs on this machine."""
         return self.world.nodes[rank] == self.world.nodes[self.rank]

@@ -31,7 +31,7 @@ _LONGEST_NAP: Final = 5e-3
 
 
 def nap(naps: int) -> float:
-    """Seconds of a sleep after `naps` others; for jobs of several machines, which ring no bell."""
+    """Seconds of a sleep after `naps` others, where no bell rings for all that is waited for."""
     return float(min(_NAP * 2 ** min(naps, 30), _LONGEST_NAP))
 
 
@@ -50,7 +50,6 @@ class Waiter:
         self._sleep_seconds = sleep
         has_cores = node.cores >= len(node.local)
         self._sleep_after = _POLLS + (_YIELDS_WITH_CORES if has_cores else _YIELDS)
-        self._spans = len(node.leaders) > 1
         self._flag = node.waiting(node.rank)
         self._armed = False
         self._contention = Contention()
@@ -83,7 +82,7 @@ class Waiter:
     def _sleep(self, polls: int) -> None:
         naps = max(polls - self._sleep_after, 0) // 2
         try:
-            self._node.bell.wait(nap(naps) if self._spans else self._sleep_seconds)
+            self._node.bell.wait(self._sleep_seconds if self._node.is_rung else nap(naps))
         finally:
             self._disarm()
         self._check()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from cg.backends.cpu.control.control import Control
 from cg.backends.cpu.control.hang_reporter import HangReporter
 from cg.backends.cpu.control.rank_status import BarrierWord, State, StatusTable
 from cg.backends.cpu.waiting.node import MachineNode
+from cg.backends.device import Device
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import FlightRecord, Position, Sight
 
@@ -61,6 +62,26 @@ def wait_for_trouble(control: Control) -> BaseException:
     except (RemoteError, StepTimeout, TransportError, PlanMismatch) as error:
         return control.fail(error)
     raise AssertionError("nothing was noticed")
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+def test_a_rank_looks_often_where_no_bell_rings(
+    has_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on a device ends without one, so the rank does not sleep until it is woken."""
+
+    def body(control: Control, world: ThreadWorld) -> list[float]:
+        if has_device:
+            world.device = cast(Device, object())
+        sleeps: list[float] = []
+        monkeypatch.setattr(control._node.bell, "wait", sleeps.append)
+        for polls in range(1, 400):
+            control.pause(polls)
+        return sleeps
+
+    (sleeps,) = run_controls(1, body, sleep=30.0)
+    assert len(sleeps) > 10
+    assert max(sleeps) <= 0.005 if has_device else min(sleeps) == 30.0
 
 
 def test_an_execution_begins_with_a_comparison_of_what_ranks_give() -> None:

@@ -57,6 +57,7 @@ def process(words: memoryview[int], hear: Callable[[], None] = lambda: None) -> 
         words=words,
         waiting=lambda rank: rank,
         fence=lambda: None,
+        is_rung=machines == 1,
         bell=SimpleNamespace(dead=set(), wait=lambda seconds: None),
     )
     return serving.Serving(node, hear, lambda *_, **__: "")

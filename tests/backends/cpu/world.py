@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.waiting.node import MachineNode
+from cg.backends.device import Device
 from cg.ir.ops import Recv, Send, Value
 from cg.ir.ops.module import Channel
 from cg.ir.types import FutureType, Place, UnitType, ValueType
@@ -23,6 +24,7 @@ class ThreadWorld:
 
     is_virtual = False
     comm = None
+    device: Device | None = None
 
     def __init__(self, rank: int, size: int, shared: list[Any], meeting: threading.Barrier) -> None:
         self.rank = rank
