@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import cg
+from benchmarks.held_memory import HeldMemory
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from cg.launch.api.fit_trace import with_recomputation
@@ -286,48 +282,6 @@ def test_variants_fit_one_by_one() -> None:
         assert max(peaks(compiled)) <= memory
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        taken = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_plain(t)}
-        for tensor in tree_leaves(results):
-            if is_plain(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in taken:
-                    self.note(storage)
-        return results
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
-
-
-def is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-@contextmanager
-def held() -> Iterator[Held]:
-    with Held() as mode:
-        yield mode
-
-
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_the_peak_is_the_one_that_is_measured(share: float) -> None:
     """On one rank, whose gradients are there already, so that nothing else lasts."""
@@ -338,7 +292,7 @@ def test_the_peak_is_the_one_that_is_measured(share: float) -> None:
         pipe.run(compiled)
         compiled(pipe.x)
         plan = compiled.memory_analysis()[0]
-        with held() as mode:
+        with HeldMemory() as mode:
             compiled(pipe.x)
     assert mode.peak == pytest.approx(plan.working, rel=0.03)
 
