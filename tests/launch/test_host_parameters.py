@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import cg
 from cg.backends.fake.device import FakeDevice
 from cg.ir.ops import Call, CopyStart, Op
-from cg.ir.types import device_bytes
+from cg.ir.types import Place, device_bytes
 from cg.launch.world import world as worlds
 from cg.launch.world.single_rank_world import SingleRankWorld
+from cg.tracer.function.laid_out_pieces import LayoutPlan
 from cg.tracer.values.optimizer_state import settings_of
 from tests.backends.devices.patience import loose_device
 from tests.backends.memory import peak_of
@@ -367,3 +368,81 @@ def test_settings_have_what_is_in_tuples_and_dicts() -> None:
     assert "betas=(0.5, 0.25)" in words
     assert "more={'a': [3], 'b': 'x'}" in words
     assert "params" not in words
+
+
+class NumberedLayer(nn.Module):
+    """A layer whose parameters have its number in their paths, as those of a cut model do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleDict({str(number): Block(WIDTH)})
+        self.optimizer = ADAMW(self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_equal_layers_are_cut_once(
+    count: int, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutters = []
+    make = LayoutPlan.cutter
+    monkeypatch.setattr(
+        LayoutPlan, "cutter", lambda plan, joint: cutters.append(plan) or make(plan, joint)
+    )
+    actor = cg.actor(NumberedLayer).on(0, store="host")
+    layers = [actor(number) for number in range(count)]
+    plain = [NumberedLayer(number) for number in range(count)]
+
+    @cg.trace
+    def train(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer.forward(x)
+        loss = x.square().mean()
+        cg.backward(loss)
+        for layer in layers:
+            layer.update()
+        return loss
+
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    for _ in range(3):
+        y = x
+        for layer in plain:
+            y = layer(y)
+        expected = y.square().mean()
+        expected.backward()
+        for layer in plain:
+            layer.update()
+        torch.testing.assert_close(train(x).cpu(), expected.detach())
+    for mine, other in zip(layers, plain, strict=True):
+        for one, two in zip(mine.local.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.detach().cpu(), two.detach())
+    # The first layer takes an input without a gradient; the others are alike.
+    assert len(cutters) <= 4
+
+
+def test_a_plan_by_position_knows_layouts_and_layers() -> None:
+    def plan(*layers: str, **changes: Any) -> LayoutPlan:
+        fetched = tuple((f"{layer}.{name}", layer) for layer in layers for name in ("w", "b"))
+        of_state = (("0.w", cg.cut(0, "tp")),)
+        facts = {"inputs": (), "state": of_state, "gathered": (), "fetched": fetched}
+        facts |= {"attention": None, "sequence": ()}
+        return LayoutPlan(Place((0,)), (0,), **(facts | changes))
+
+    paths = ["0.w", "0.b", "1.w", "1.b"]
+    others = ["2.w", "2.b", "3.w", "3.b"]
+    two = plan("0", "1", state=()).by_position(paths)
+    assert plan("2", "3", state=()).by_position(others) == two
+    assert plan("0", "1").by_position(paths) != two
+    mixed = (("2.w", "2"), ("2.b", "3"), ("3.w", "2"), ("3.b", "3"))
+    assert plan(state=(), fetched=mixed).by_position(others) != two
+    assert plan("2", state=()).by_position(others) != two
+    assert plan("2", "3", state=(), attention="ring").by_position(others) != two

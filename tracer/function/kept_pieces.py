@@ -27,6 +27,15 @@ from ..values.actor_state import StateTensor
 _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
+def moved_piece(piece: Subgraph, first: Joint, joint: Joint) -> Subgraph:
+    """The piece with the state of `joint`, which has the same graph as `first`."""
+    if first is joint:
+        return piece
+    tensors = {id(a): b for a, b in zip(first.tensors, joint.tensors, strict=True)}
+    slots = {id(a.slot): b.slot for a, b in zip(first.rebound, joint.rebound, strict=True)}
+    return piece.on(lambda tensor: tensors[id(tensor)], lambda slot: slots[id(slot)])
+
+
 @dataclass(frozen=True)
 class PieceFacts:
     """Counts and sources of a piece, whichever actor it is for.

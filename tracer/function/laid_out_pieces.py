@@ -5,7 +5,7 @@ Calls whose graphs are cut alike share the work, whichever actors they call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ from ..graph.layouts.versions import Version
 from ..lazy import Lazy
 from ..method.joint_graph import Joint, JointNodes
 from ..values.actor_state import StateTensor
-from .kept_pieces import PieceFacts
+from .kept_pieces import PieceFacts, moved_piece
 from .part_plans import PartPlan
 
 
@@ -51,6 +51,26 @@ class LayoutPlan:
     attention: str | None
     sequence: tuple[str, ...]
 
+    def by_position(self, paths: Sequence[str]) -> Hashable:
+        """The plan, with what it says of the state at some paths, one by one, without the paths.
+
+        Two equal layers of a model have other paths, and are laid out and cut alike.
+        """
+        state, fetched = dict(self.state), dict(self.fetched)
+        gathered = {path: (layout, layer) for path, layout, layer in self.gathered}
+        numbers: dict[str | None, int] = {None: 0}
+
+        def number(layer: str | None) -> int:
+            return numbers.setdefault(layer, len(numbers))
+
+        def facts(path: str) -> Hashable:
+            layout, layer = gathered.get(path, (None, None))
+            fetched_layer = number(fetched[path]) if path in fetched else None
+            return state.get(path), layout, number(layer), fetched_layer
+
+        rest = self.place, self.ranks, self.inputs, self.attention, self.sequence
+        return (*rest, *map(facts, paths))
+
     def cutter(self, joint: Joint) -> SectionCutter:
         """Lay a joint graph out.
 
@@ -68,8 +88,8 @@ class LayoutPlan:
         return SectionCutter(joint, propagation, self.ranks, layers, dict(self.fetched))
 
 
-_Graph: TypeAlias = tuple[Lazy[JointNodes], tuple[str, ...], LayoutPlan]
-"""A joint graph that is laid out: its nodes, the paths of its state, and its plan."""
+_Graph: TypeAlias = tuple[Lazy[JointNodes], Hashable]
+"""A joint graph that is laid out: its nodes, and its plan by position."""
 
 
 @dataclass(eq=False)
@@ -88,7 +108,7 @@ class LaidOutPieces:
     ] = field(default_factory=dict)
     _parts: dict[
         tuple[Partition, int, int, tuple[Version, ...], tuple[fx.Node, ...]],
-        tuple[Subgraph, PieceFacts],
+        tuple[Joint, Subgraph, PieceFacts],
     ] = field(default_factory=dict)
 
     def gradients(self, joint: Joint, plan: LayoutPlan) -> Sequence[tuple[StateTensor, Version]]:
@@ -134,10 +154,12 @@ class LaidOutPieces:
         """
         first, cutter = self._cutter(joint, plan)
         graph = _graph_of(joint, plan)
-        numbers = tuple(buckets.get(tensor.path) for tensor, _ in cutter.gradients)
+        known = [buckets.get(tensor.path) for tensor, _ in self.gradients(joint, plan)]
+        numbers = tuple(known.index(bucket) if bucket is not None else None for bucket in known)
         key = graph, numbers, volatile, recomputation
         if key not in self._sections:
-            cutter.buckets = buckets
+            path_of = _path_of(joint, first)
+            cutter.buckets = {path_of[p]: bucket for p, bucket in buckets.items() if p in path_of}
             self._sections[key] = cutter.sections(volatile, recomputation)
         return self._sections[key].changed(lambda section: _moved(section, first, joint))
 
@@ -146,8 +168,8 @@ class LaidOutPieces:
     ) -> tuple[Subgraph, PieceFacts]:
         """The piece that a rank runs for a part, with its counts and sources.
 
-        Its tensors are those of any call whose graph is cut alike, so `Subgraph.on_tensors` has to
-        put the rank's own in their place.
+        Its tensors are those of the first rank, so `Subgraph.on_tensors` has to put the rank's own
+        in their place.
 
         Args:
             section: the section.
@@ -160,8 +182,9 @@ class LaidOutPieces:
         key = section.partition, index, plan.graph_of(rank), plan.returned, graded
         if key not in self._parts:
             piece = plan.piece(rank, section.in_place, joint.owner)
-            self._parts[key] = piece, PieceFacts.of(piece)
-        return self._parts[key]
+            self._parts[key] = joint, piece, PieceFacts.of(piece)
+        first, piece, facts = self._parts[key]
+        return moved_piece(piece, first, joint), facts
 
     def _cutter(self, joint: Joint, plan: LayoutPlan) -> tuple[Joint, SectionCutter]:
         graph = _graph_of(joint, plan)
@@ -171,7 +194,17 @@ class LaidOutPieces:
 
 
 def _graph_of(joint: Joint, plan: LayoutPlan) -> _Graph:
-    return joint.nodes, tuple(tensor.path for tensor in joint.tensors), plan
+    return joint.nodes, plan.by_position(_paths(joint))
+
+
+def _paths(joint: Joint) -> list[str]:
+    """The paths of the state, each tensor's followed by those of what it is computed from."""
+    return [held.path for tensor in joint.tensors for held in (tensor, *tensor.sources)]
+
+
+def _path_of(first: Joint, joint: Joint) -> dict[str, str]:
+    """The path in `joint` for each path in `first`, which has the same graph."""
+    return dict(zip(_paths(first), _paths(joint), strict=True))
 
 
 def _tensor_of(first: Joint, joint: Joint) -> dict[int, StateTensor]:
@@ -183,9 +216,10 @@ def _moved(section: LaidOutSection, first: Joint, joint: Joint) -> LaidOutSectio
     """The section with the state of `joint`, which has the same graph as `first`."""
     if first is joint:
         return section
-    tensor_of = _tensor_of(first, joint)
+    tensor_of, path_of = _tensor_of(first, joint), _path_of(first, joint)
     return replace(
         section,
+        resting=frozenset(path_of[path] for path in section.resting if path in path_of),
         gradients=tuple((tensor_of[id(tensor)], version) for tensor, version in section.gradients),
         state={version: tensor_of[id(tensor)] for version, tensor in section.state.items()},
     )

@@ -23,7 +23,14 @@ from ..method.stored.plain_text import Damaged, Json, NotStorable
 from ..values.gradient_buckets import GradientLayout, whole_gradients
 from ..values.interface import RankBodies, TracedPart, TracedVjp, Write
 from .call_functions import CallFunctions
-from .kept_pieces import KnownPiece, PieceFacts, read_forward, read_sections, sections_json
+from .kept_pieces import (
+    KnownPiece,
+    PieceFacts,
+    moved_piece,
+    read_forward,
+    read_sections,
+    sections_json,
+)
 from .prepared_calls import preparing, taking
 
 
@@ -42,7 +49,7 @@ class GraphPieces:
         if joint.nodes not in self._forwards:
             self._forwards[joint.nodes] = joint, self._kept_forward(joint) or forward_piece(joint)
         first, piece = self._forwards[joint.nodes]
-        return _moved(piece, first, joint)
+        return moved_piece(piece, first, joint)
 
     def sections(
         self, joint: Joint, volatile: frozenset[int], recomputation: Recomputation
@@ -54,7 +61,7 @@ class GraphPieces:
             kept = self._kept_sections(joint, volatile) if is_plain else None
             self._splits[key] = joint, kept or split(joint, volatile, recomputation)
         first, sections = self._splits[key]
-        return sections.changed(lambda piece: _moved(piece, first, joint))
+        return sections.changed(lambda piece: moved_piece(piece, first, joint))
 
     def facts(self, piece: Subgraph) -> PieceFacts:
         """The counts and sources of a piece."""
@@ -109,15 +116,6 @@ def _mend(joint: Joint, error: Exception) -> None:
     """Say that pieces are cut out of the graph, since those of an earlier start are damaged."""
     assert joint.kept is not None, "pieces of an earlier start were read"
     joint.kept.mend(f"a piece is damaged: {error}")
-
-
-def _moved(piece: Subgraph, first: Joint, joint: Joint) -> Subgraph:
-    """The piece with the state of `joint`, which has the same graph as `first`."""
-    if first is joint:
-        return piece
-    tensors = {id(a): b for a, b in zip(first.tensors, joint.tensors, strict=True)}
-    slots = {id(a.slot): b.slot for a, b in zip(first.rebound, joint.rebound, strict=True)}
-    return piece.on(lambda tensor: tensors[id(tensor)], lambda slot: slots[id(slot)])
 
 
 @dataclass(frozen=True)
