@@ -142,7 +142,8 @@ class Traffic(enum.Enum):
 
     GATHER brings stored parameters to the ranks that use them. REDUCE adds up gradients: those of
     stored parameters, and those that come in several buckets. RING is of messages: blocks of keys
-    and values, and their gradients, that go from rank to rank beside what the ranks compute.
+    and values, and their gradients, that go from rank to rank beside what the ranks compute. Ranks
+    that need copies of a block gather them, as of any other value.
     """
 
     GATHER = "gather"
@@ -151,14 +152,14 @@ class Traffic(enum.Enum):
 
     @property
     def stream(self) -> Stream:
-        """The stream of its collectives, or of its receives."""
+        """The stream of its collectives."""
         return _STREAMS[self]
 
 
 _STREAMS = {
     Traffic.GATHER: Stream.GATHER,
     Traffic.REDUCE: Stream.REDUCE,
-    Traffic.RING: Stream.RECV,
+    Traffic.RING: Stream.COLLECTIVE,
 }
 
 

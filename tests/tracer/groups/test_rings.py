@@ -13,7 +13,7 @@ from torch.nn import functional
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Stream
-from cg.ir.ops import Call, Recv, Send, Wait
+from cg.ir.ops import AllGather, Call, Recv, Send, Wait
 from cg.ir.ops.module import Module, Program
 from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
@@ -55,6 +55,23 @@ class Layer(nn.Module):
         return self.packed.weight.grad.clone(), self.out.bias.grad.clone()
 
 
+@cg.actor
+class OneKeyHead(Layer):
+    """Causal attention whose heads of queries share a single head of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = WIDTH // HEADS
+        self.packed, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * size)
+        self.double()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        q = self.packed(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = (part.unsqueeze(1) for part in self.keys(x).chunk(2, -1))
+        h = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return functional.mse_loss(x + self.out(h.transpose(1, 2).flatten(2)), y)
+
+
 def batch(rows: int = 2) -> Tensor:
     """The input and the target, stacked."""
     shape = (2, rows, LENGTH, WIDTH)
@@ -87,6 +104,47 @@ def test_gradients(ranks: int, is_again: bool) -> None:
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
     for mine, theirs in zip(found, plain.gradients(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def step_of_copies() -> Any:
+    """A step over heads that `tp` cuts: its ranks have copies of the one head of keys."""
+    cuts = {"loss(x)|loss(y)": cg.cut(1, "cp"), "packed.*": cg.cut(0, "tp")}
+    plan = cg.plan(cuts | {"out.weight": cg.cut(1, "tp")}, attention="ring")
+    layer = OneKeyHead.on(cg.mesh(cp=2, tp=2), plan=plan)()  # type: ignore[attr-defined]
+
+    @cg.trace
+    def step(x: Tensor, y: Tensor) -> Any:
+        losses = [layer.loss(*parts) for parts in cg.microbatches((x, y), 2)]
+        cg.backward(cg.mean(losses))
+        return cg.mean(losses)
+
+    return layer, step
+
+
+def test_blocks_of_which_ranks_need_copies() -> None:
+    """Each rank receives a share of a block, and gathers the others of its own copy."""
+    x, y = batch(4)
+    layer, step = step_of_copies()
+    loss, plain = step(x, y), OneKeyHead()
+    expected = plain.loss(x, y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    assert plain.keys.weight.grad is not None
+    for piece in layer.instances.values():
+        torch.testing.assert_close(
+            piece.keys.weight.grad, plain.keys.weight.grad, rtol=1e-10, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize(
+    "fabrics", [Fabrics("nccl+nccl+nccl+nccl"), Fabrics("hccl+hccl+hccl+hccl", "", "hccl")]
+)
+def test_programs_of_devices_that_gather_copies_end(fabrics: Fabrics) -> None:
+    module = step_of_copies()[1].lower(*batch(4)).trace.module
+    PassManager(default_pipeline(fabrics=fabrics)).run(module)
+    gathers = [op for op in module.programs[0].ops if isinstance(op, AllGather)]
+    assert gathers
+    assert {op.stream for op in gathers} == {Stream.COLLECTIVE}
 
 
 def scheduled(ranks: int, fabrics: Fabrics | None = None) -> tuple[Module, tuple[str, ...]]:
