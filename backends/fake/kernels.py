@@ -57,6 +57,24 @@ _TAKES_HOST_SCALARS = {
 """Operators that take scalars of the host, besides the pointwise ones, which torch has marked."""
 
 
+def written_argument(arguments: Sequence[Any], result: Any) -> tuple[int, str] | None:
+    """The index and the name of the argument that an operator writes and returns as this result.
+
+    Args:
+        arguments, result: of the operator's schema.
+
+    Returns:
+        They; None if the result is no such argument.
+    """
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for index, argument in enumerate(arguments):
+        info = argument.alias_info
+        if info is not None and info.before_set == result.alias_info.before_set:
+            return index, argument.name
+    return None
+
+
 class Kernel:
     """An operation of torch on the fake device.
 
@@ -76,7 +94,7 @@ class Kernel:
             for index, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        self._returned = [self._source(arguments, result) for result in schema.returns]
+        self._returned = [written_argument(arguments, result) for result in schema.returns]
         self._devices = [a.name for a in arguments if str(a.type) in ("Device", "Optional[Device]")]
         self._tensors = tuple(
             index for index, argument in enumerate(arguments) if str(argument.type) == "Tensor"
@@ -88,17 +106,6 @@ class Kernel:
             result.alias_info is not None and not result.alias_info.is_write
             for result in schema.returns
         )
-
-    @staticmethod
-    def _source(arguments: Sequence[Any], result: Any) -> tuple[int, str] | None:
-        """The argument that an operator returns as this result, if it does."""
-        if result.alias_info is None or not result.alias_info.is_write:
-            return None
-        for index, argument in enumerate(arguments):
-            info = argument.alias_info
-            if info is not None and info.before_set == result.alias_info.before_set:
-                return index, argument.name
-        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._before()

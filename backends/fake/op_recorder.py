@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .host_memory import KIND, is_there, on_device, on_host
+from .kernels import written_argument
 
 
 class Steps(Protocol):
@@ -86,9 +87,9 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # of the host alone
         is_on_device = self._is_on_device(args, kwargs)
         host_args, host_kwargs = self._by_address((args, _on(kwargs, torch.device("cpu"))))
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and _gives_what_it_writes(func._schema):
             self.steps.append(lambda: func(*host_args, **host_kwargs))
-            return args[0] if func._schema.returns else None
+            return _written(func._schema, args, kwargs)
         meta_args, meta_kwargs = tree_map_only(
             torch.Tensor, lambda t: on_host(t).to("meta"), (args, _on(kwargs, torch.device("meta")))
         )
@@ -113,8 +114,20 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _copy_all(values: Any, targets: list[Any]) -> None:
     for target, value in zip(targets, tree_leaves(values), strict=True):
-        if target is not None:  # a gradient that was not asked for
+        if target is not None and value is not None:  # a gradient that was not asked for
             target.copy_(value)
+
+
+def _gives_what_it_writes(schema: Any) -> bool:
+    """True if all results are arguments that an operation writes; batch norm has others, too."""
+    return all(result.alias_info is not None for result in schema.returns)
+
+
+def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results of an operation that gives what it writes."""
+    sources = [written_argument(schema.arguments, result) for result in schema.returns]
+    results = [args[at] if at < len(args) else kwargs[name] for at, name in filter(None, sources)]
+    return results[0] if len(results) == 1 else tuple(results) or None
 
 
 _SET: Any = torch.ops.aten.set_
