@@ -15,6 +15,7 @@ from torch import nn
 
 from cg.tracer.method import stored_traces
 from cg.tracer.method.stored.function_names import function_named, name_of, operator_named
+from cg.tracer.method.stored.graph_text import constant_json
 from cg.tracer.method.stored.plain_text import Damaged, NotStorable, decoded, encoded
 
 from .edited import MemoryStore, Version, traced, trained
@@ -39,6 +40,12 @@ def test_plain_data_come_back(value: Any) -> None:
 def test_what_is_no_plain_data_has_no_text(value: Any) -> None:
     with pytest.raises(NotStorable, match="has no text"):
         encoded(value)
+
+
+@pytest.mark.parametrize("lazy", [torch.tensor(1j).conj(), torch.tensor([1j]).conj().imag])
+def test_constants_that_are_conjugated_or_negated_lazily_have_no_text(lazy: torch.Tensor) -> None:
+    with pytest.raises(NotStorable, match="plain tensor"):
+        constant_json(lazy)
 
 
 @pytest.mark.parametrize(

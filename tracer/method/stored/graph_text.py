@@ -165,6 +165,8 @@ def constant_json(value: Any) -> tuple[Json, int]:
         or value.device.type != "cpu"
         or value.layout is not torch.strided
         or not value.is_contiguous()
+        or value.is_conj()
+        or value.is_neg()
         or value.requires_grad
     ):
         raise NotStorable("a constant is no plain tensor of the host")
