@@ -44,6 +44,24 @@ class Layer(nn.Module):
         return x * 2
 
 
+class Scale:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Settings:
+    """Settings as attributes of a class, of which nobody makes an object."""
+
+    scale = 1.0
+
+
+def times(x: torch.Tensor, factors: list[float], sign: float = 1.0) -> torch.Tensor:
+    return x * factors[0] * sign
+
+
 class Actor(nn.Module):
     table: ClassVar[dict[str, float]] = {"a": 1.0}
     known: ClassVar[list[dict[str, int]]] = [{"k": 1}]
@@ -65,6 +83,10 @@ class Actor(nn.Module):
         self.listed = [torch.ones(3)]
         self.named = {"t": torch.ones(3)}
         self.paired: Any = (torch.ones(3), 1.0)
+        self.bound = Scale().__call__
+        self.partial = functools.partial(times, factors=[2.0])
+        self.settings = Settings
+        self.chained = collections.ChainMap({"a": 1.0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.args.scale * self.slotted.scale * self.user["a"]
@@ -75,6 +97,7 @@ class Actor(nn.Module):
         x = x + getattr(self, "bonus", 0)
         x = self.bare(self.linear(self.layer(x)))
         x = x + self.listed[0] + self.named["t"] + self.paired[0] * self.paired[1]
+        x = self.partial(self.bound(x)) * self.settings.scale * self.chained["a"]
         return x.flip(0) if self.option.flip else x
 
 
@@ -115,6 +138,31 @@ CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
         lambda a: setattr(a, "named", {"t": torch.zeros(3)}),
         "'named' was one dict of tensors when it was traced and is another one",
     ),
+    "object of a bound method": (
+        lambda a: setattr(a.bound.__self__, "factor", 3.0),
+        "'bound.__self__.factor' was 2.0",
+    ),
+    "bound method of another object": (
+        lambda a: (setattr(a, "bound", Scale().__call__), setattr(a.bound.__self__, "factor", 3.0)),
+        "'bound.__self__.factor' was 2.0",
+    ),
+    "argument of a partial function": (
+        lambda a: a.partial.keywords["factors"].__setitem__(0, 3.0),
+        "'partial.keywords.factors.0' was 2.0",
+    ),
+    "further argument of a partial function": (
+        lambda a: a.partial.keywords.update(sign=-1.0),
+        "'partial.keywords' was {'factors': [2.0]}",
+    ),
+    "other partial function": (
+        lambda a: setattr(a, "partial", functools.partial(torch.mul, other=2.0)),
+        "'partial.func' was <function times",
+    ),
+    "class of other settings": (
+        lambda a: setattr(a, "settings", type("Settings", (), {"scale": 2.0})),
+        "'settings' is another object now",
+    ),
+    "ChainMap": (lambda a: a.chained.maps[0].update(a=2.0), "'chained.maps.0.a' was 1.0"),
     "None for a tensor": (lambda a: a.listed.__setitem__(0, None), "'listed.0' was a tensor"),
 }
 
@@ -131,6 +179,13 @@ def test_a_change_is_seen(change: str) -> None:
     assert message is not None
     assert says in message
     assert "trace the step again" in message
+
+
+def test_settings_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = trace(Actor(), "forward", X).guard
+    assert guard is not None
+    monkeypatch.setattr(Settings, "scale", 2.0)
+    assert "'Settings.scale' was 1.0 when it was traced and is 2.0 now" in (guard() or "")
 
 
 def test_dicts_and_lists_of_the_class() -> None:
@@ -213,6 +268,8 @@ def test_hooks_of_all_modules() -> None:
         lambda a: setattr(a, "array", np.ones(100_000)),
         lambda a: setattr(a, "table", {"a": 1.0}) or delattr(a, "table"),
         lambda a: setattr(a.linear, "unread", 1),
+        lambda a: setattr(a, "bound", Scale().__call__),
+        lambda a: setattr(a, "partial", functools.partial(times, factors=[2.0])),
     ],
 )
 def test_equal_values_are_no_change_and_are_followed(act: Callable[[Actor], object]) -> None:
@@ -227,14 +284,6 @@ def test_equal_values_are_no_change_and_are_followed(act: Callable[[Actor], obje
     assert guard() is None
     actor.slotted.scale = 4.0
     assert "'slotted.scale' was 2.0" in (guard() or "")
-
-
-class Scale:
-    def __init__(self) -> None:
-        self.factor = 2.0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
 
 
 class Counter(Scale):
@@ -258,6 +307,24 @@ def test_a_callable_with_state_as_an_argument() -> None:
         trace(Holder.on(0)().local, "apply", X, Counter())
 
 
+class Counting:
+    """Counts its calls, by a method that an actor holds."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def test_a_write_behind_a_bound_method_is_refused() -> None:
+    holder = Holder.on(0)().local
+    holder.counting = Counting().count
+    with pytest.raises(TraceError, match=r"changes the attribute 'counting.__self__.calls'"):
+        trace(holder, "counted", X)
+
+
 @cg.actor
 class Holder(nn.Module):
     def __init__(self) -> None:
@@ -269,6 +336,9 @@ class Holder(nn.Module):
 
     def apply(self, x: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return fn(x * self.parts[0])
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        return self.counting(x)  # type: ignore[operator, return-value]
 
     @cg.opaque
     def renew(self) -> None:

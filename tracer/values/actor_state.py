@@ -1,7 +1,8 @@
 """Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
-modules, lists, dicts, tuples and plain objects. The holder of a tensor is remembered as a
+modules, lists, dicts, tuples and plain objects, and what bound methods and partial functions hold,
+whose tensors are none of the actor's. The holder of a tensor is remembered as a
 `StateAttribute`, so that tracing can put a fake in its place and a body can look the live tensor up
 again.
 """
@@ -18,9 +19,11 @@ import torch
 
 from ..errors import TraceError
 from .heap.kinds import (
+    BOUND,
     SCALARS,
     TRAINERS,
     has_slots,
+    held_by,
     is_of_model,
     is_stateful,
     is_walked,
@@ -154,6 +157,7 @@ def collect(
     tensors = [StateTensor(t.tensor, list(t.slots)) for t in walk.state.tensors]
     for value, path in arguments:
         walk.visit(value, path, None)
+    walk.visit_behind_functions()
     walk.state.tensors = tensors
     return walk.state
 
@@ -187,6 +191,8 @@ class _StateWalk:
         self.state = ActorState()
         self._seen: set[int] = set()
         self._tensors: dict[int, StateTensor] = {}
+        self._functions: list[tuple[Any, str]] = []
+        self._is_behind = False  # behind a function that holds values
         self._leaves: set[type] = set()  # so that the tests below are made once for each type
 
     def _is_leaf(self, value: Any) -> bool:
@@ -213,6 +219,9 @@ class _StateWalk:
         elif isinstance(value, TRAINERS):
             self._seen.add(id(value))
             self.state.trainers.append(value)
+        elif isinstance(value, BOUND):
+            self._seen.add(id(value))
+            self._functions.append((value, path))
         elif is_walked(value):
             self.visit_object(value, path)
         elif has_slots(value) and is_of_model(value):
@@ -228,6 +237,13 @@ class _StateWalk:
         self._seen.add(id(value))
         self.state.objects.append((value, path))
         self._visit_container(vars(value) if hasattr(value, "__dict__") else {}, path)
+
+    def visit_behind_functions(self) -> None:
+        """Walk what bound methods and partial functions hold, once all else is walked."""
+        self._is_behind = True
+        for function, path in self._functions:  # which grows
+            for name, value in held_by(function).items():
+                self.visit(value, join(path, name), None)
 
     def visit_trainers(self) -> None:
         for trainer in self.state.trainers:  # which grows: a scheduler holds an optimizer
@@ -258,7 +274,8 @@ class _StateWalk:
             self.state.containers.append((container, path))
         if not container or len(container) > _MANY:
             return
-        addressable, leaves = isinstance(container, (dict, list)), self._leaves
+        addressable = isinstance(container, (dict, list)) and not self._is_behind
+        leaves = self._leaves
         for key, item in items_of(container):
             if type(item) in leaves:
                 continue

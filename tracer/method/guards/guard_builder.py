@@ -13,12 +13,21 @@ import torch
 
 from ...errors import shorten
 from ...values.actor_state import StateTensor
-from ...values.heap.kinds import is_foreign, is_plain
+from ...values.heap.kinds import BOUND, held_by, is_foreign, is_plain
 from ...values.heap.snapshot import MISSING
 from ...values.specs import static_key
 from ..purity.watch import EVERYTHING
-from .inner_nodes import ContainerNode, ObjectNode, group_of, keys_of, values_of
-from .nodes import GuardNode, IdentityNode, TensorNode, ValueNode, WeakNode, elements, members
+from .inner_nodes import ContainerNode, FunctionNode, ObjectNode, group_of, keys_of, values_of
+from .nodes import (
+    GuardNode,
+    IdentityNode,
+    TensorNode,
+    ValueNode,
+    WeakNode,
+    elements,
+    members,
+    show_value,
+)
 
 _MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
 _OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
@@ -69,6 +78,12 @@ class GuardBuilder:
             )
             container_node.items = [self.node(item) for item in values_of(value)]
             return container_node
+        if isinstance(value, BOUND):
+            function_node = self._nodes[id(value)] = FunctionNode(type(value), show_value(value))
+            function_node.held = {name: self.node(part) for name, part in held_by(value).items()}
+            return function_node
+        if isinstance(value, type):
+            self._inherited.setdefault(value, set()).update(_names_of_data(value))
         return IdentityNode(value)
 
     def _object(self, obj: Any) -> GuardNode:
@@ -132,6 +147,13 @@ class GuardBuilder:
             if name in space
         }
         return ObjectNode(type(cls), cls, groups=[("", present, names - present.keys())])
+
+
+def _names_of_data(cls: type) -> set[str]:
+    """The names of a class's plain data, which it may be asked for without a note of any read."""
+    own = [base for base in cls.__mro__ if not is_foreign(base)]
+    attributes = [item for base in own for item in vars(base).items()]
+    return {name for name, value in attributes if not name.startswith("__") and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:

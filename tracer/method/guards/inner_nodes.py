@@ -1,4 +1,4 @@
-"""Inner nodes of a guard: containers with their items, objects with attributes that were read."""
+"""Inner nodes of a guard: containers with items, functions that hold values, objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...errors import Verbatim
-from ...values.heap.kinds import is_plain, join
+from ...values.heap.kinds import held_by, is_plain, join
 from ...values.heap.snapshot import MISSING
 from ...values.specs import static_key
 from .flat import FlatValues
@@ -90,6 +90,36 @@ def keys_of(container: Any) -> list[Any]:
 def values_of(container: Any) -> Iterable[Any]:
     """The items of a container in order, past what its class may do on access."""
     return dict.values(container) if isinstance(container, dict) else container
+
+
+@dataclass(slots=True)
+class FunctionNode(GuardNode):
+    """A bound method or a partial function.
+
+    Attributes:
+        kind: its class.
+        shown: the function in words.
+        held: the nodes of what it holds, by the names of its attributes.
+    """
+
+    has_children: ClassVar[bool] = True
+
+    kind: type
+    shown: str
+    held: dict[str, GuardNode] = field(default_factory=dict)
+
+    def differ(self, now: Any, path: str, met: GuardComparison) -> Difference | None:
+        if type(now) is not self.kind:
+            return Difference(path, self.shown, now)
+        return _differ_in(held_by(now), self.held, path, met)
+
+    def flatten(self, now: Any, flat: FlatValues) -> None:
+        for name, value in held_by(now).items():  # they stay, as long as the function does
+            if not isinstance(self.held[name], TensorNode):
+                _flatten_entry(self.held[name], None, name, value, flat, True)
+
+    def show(self) -> str:
+        return self.shown
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import array
 import collections
 import collections.abc
 import enum
+import functools
 import inspect
 import random
 import sys
@@ -55,10 +56,14 @@ CONTAINERS = (dict, list, set, collections.deque)
 _HOLDERS: tuple[type, ...] = (
     types.SimpleNamespace,
     argparse.Namespace,
+    collections.ChainMap,
     collections.UserDict,
     collections.UserList,
 )
 """Classes of the standard library whose objects only hold other values."""
+
+BOUND: tuple[type, ...] = (types.MethodType, functools.partial)
+"""Functions that hold values: a bound method its object, a partial function its arguments."""
 
 _STATEFUL: tuple[type, ...] = (
     np.ndarray,
@@ -136,6 +141,13 @@ def is_cache(value: Any) -> bool:
     return inspect.isroutine(
         inspect.getattr_static(value, "cache_clear", None)
     ) and inspect.isroutine(inspect.getattr_static(value, "cache_info", None))
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """The values that a function of `BOUND` holds, by the names of its attributes."""
+    is_method = isinstance(function, types.MethodType)
+    names = ("__func__", "__self__") if is_method else ("func", "args", "keywords")
+    return {name: getattr(function, name) for name in names}
 
 
 def has_slots(value: Any) -> bool:
