@@ -20,7 +20,7 @@ from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
 from .hang_reporter import HangReporter
 from .link import BarrierReached, NewsLink, Status
-from .rank_status import BarrierWord, State, StatusTable, named
+from .rank_status import COMMIT, IDLE, BarrierWord, State, StatusTable, named
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -141,12 +141,12 @@ class Control:
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
-        self._wait_at(BarrierWord.COMMIT, progress)
+        self._wait_at(COMMIT, progress)
         stranger = self._table.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
-        self._table.set_state(State.IDLE)
-        self._guarded = False
+        self._table.set_state(IDLE)
+        self.is_running = False
         self._idle_since = monotonic()
 
     def check(self) -> None:

@@ -47,8 +47,9 @@ class State(enum.IntEnum):
     """It has ended while it had open graphs, which others drive or serve."""
 
 
-_RUNNING: Final = int(State.RUNNING)
-"""A plain number, which is stored at half the cost of a member of an enumeration."""
+_RUNNING: Final = State.RUNNING
+IDLE: Final = State.IDLE
+"""States of each execution; to look up a member in its class costs as much as three calls."""
 
 
 class BarrierWord(enum.IntEnum):
@@ -58,6 +59,10 @@ class BarrierWord(enum.IntEnum):
     RECOVER = 1
     RESUME = 2
     INPUTS = 3
+
+
+COMMIT: Final = BarrierWord.COMMIT
+"""The barrier of each execution; see `IDLE`."""
 
 
 def named(epoch: int) -> str:
@@ -78,9 +83,12 @@ class StatusTable:
         self._barriers = [
             [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in BarrierWord
         ]
-        self._local_barriers = [[words[rank] for rank in node.local] for words in self._barriers]
         self._reached = [words[node.rank] for words in self._barriers]
-        self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
+        others = [rank for rank in range(node.size) if rank != node.rank]
+        here = [rank for rank in node.local if rank != node.rank]
+        self._others = [[words[rank] for rank in others] for words in self._barriers]
+        self._others_here = [[words[rank] for rank in here] for words in self._barriers]
+        self._plans = [[rank * ROW + PLANS + odd for rank in here] for odd in (0, 1)]
         self._my_plans = (own_row + PLANS, own_row + PLANS + 1)
         self._doing = ""
 
@@ -179,17 +187,17 @@ class StatusTable:
         return [word // ROW for word in self._barriers[barrier] if words[word] < epoch]
 
     def have_come(self, barrier: BarrierWord, epoch: int) -> bool:
-        """Return whether all ranks have come to a barrier of this epoch."""
+        """Return whether all ranks have come to a barrier that this rank has reached."""
         words = self._words
-        for word in self._barriers[barrier]:  # noqa: SIM110 # a generator costs as much again
+        for word in self._others[barrier]:  # noqa: SIM110 # a generator costs as much again
             if words[word] < epoch:
                 return False
         return True
 
     def are_here(self, barrier: BarrierWord, epoch: int) -> bool:
-        """Return whether all ranks of this machine have come to a barrier of this epoch."""
+        """Return the same of the ranks of this machine."""
         words = self._words
-        for word in self._local_barriers[barrier]:  # noqa: SIM110 # as above
+        for word in self._others_here[barrier]:  # noqa: SIM110 # as above
             if words[word] < epoch:
                 return False
         return True
