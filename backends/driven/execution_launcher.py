@@ -12,9 +12,16 @@ from .graphs import DrivenGraph
 
 
 class ExecutionLauncher:
-    """Starts executions of one graph on its driver."""
+    """Starts executions of one graph on its driver.
 
-    def __init__(self, executions: Executions, graph: DrivenGraph) -> None:
+    Args:
+        executions: those of the world.
+        graph: the graph.
+        mark: gets the number of executions that have been started: one integer.
+    """
+
+    def __init__(self, executions: Executions, graph: DrivenGraph, mark: memoryview) -> None:
+        self._mark = mark
         self._executions = executions
         self._graph = graph
         self._publish = executions.publisher(graph)
@@ -44,7 +51,7 @@ class ExecutionLauncher:
             executions.make_room(graph, block)
         try:
             number = graph.count
-            graph.count = number + 1
+            self._mark[0] = graph.count = number + 1
             context = graph.free.pop()
             # The others are told first, so that they begin while the rest is done here.
             self._publish(self._command + variant * CONTEXTS + context)

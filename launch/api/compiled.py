@@ -14,7 +14,7 @@ from ...backends.timing.statistics import Statistics
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...tracer.errors import TraceError
-from ...tracer.record.session.session import is_tracing
+from ...tracer.record.session.session import current
 from ...tracer.source import caller_location
 from ..cache.compile_cache import cache_of
 from ..measure.profiling import ProfiledPrograms, watch
@@ -60,10 +60,12 @@ class Compiled(Programs):
         self._options = options
         self._numbering = numbering
         self._select = selection([variant.trace.inputs for variant in variants])
+        self._chooses = len(variants) > 1
         self._runtimes: list[Runtime | None] = [None] * len(variants)
         place = variants[0].trace.outputs.place  # of the step, and so of all variants
         self._returns = any(world.plays(rank) for rank in place.ranks)
         self._closed = False
+        self._check_idle = graphs.idle_check(world, self._name)
         self._watched: list[ProfiledPrograms] = []
         self._open_graph: graphs.OpenGraph | None = None
         self._launch: graphs.Launch | None = None
@@ -109,7 +111,7 @@ class Compiled(Programs):
         """
         counts = ("calls",) if self._open_graph is None else ("calls", "executions")
         check_state(self._world, self._name, state, self._options.chosen_seed, counts)
-        graphs.check_idle(self._world, self._name)
+        self._check_idle()
         self._numbering.next = state["calls"]
         if self._open_graph is not None:
             self._open_graph.go_on_from(state["executions"])
@@ -138,12 +140,12 @@ class Compiled(Programs):
             lock.wait(self._name)
         try:
             self._check_callable()
-            variant, runtime = 0, self._runtimes[0]
-            if runtime is None or len(self.variants) > 1:
-                variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
-                runtime = self._runtime(variant)
-            outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
-            return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
+            index = self._select(args, kwargs)[0] if self._chooses else 0
+            variant, runtime = self.variants[index], self._runtimes[index]
+            if runtime is None:
+                runtime = self._runtime(index)
+            outputs = runtime.run(lambda: variant.inputs(args, kwargs))
+            return variant.trace.outputs.rebuild(outputs) if self._returns else None
         finally:
             lock.release()
             if self._behind is not None:
@@ -323,13 +325,13 @@ class Compiled(Programs):
         """Return if all ranks may run the step now; raise otherwise."""
         if self._closed:
             raise self._closed_error()
-        if is_tracing():
+        if current() is not None:
             raise TraceError(
                 f"step '{self._name}' is compiled, and called inside a step that is being traced",
                 loc=caller_location(),
                 remedy="call the plain Python function from the step",
             )
-        graphs.check_idle(self._world, self._name)
+        self._check_idle()
 
     def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
         """The repeated step, for a method that takes `executions` beside the step's arguments."""
@@ -344,7 +346,7 @@ class Compiled(Programs):
     ) -> tuple[Module, list[RecordedTimes]]:
         with self._lock.held(self._name):
             self._check_callable()
-            chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
+            chosen = self.variants[self._select(args, kwargs)[0] if self._chooses else 0]
             return chosen.module, record(
                 self._world,
                 chosen.linked(self._options.chosen_seed),

@@ -20,24 +20,6 @@ _COUNT = 8
 _LEFT, _STEP, _REPORT, _DEATH = ".left", ".step", ".report", ".death"
 
 
-class StepMark:
-    """The execution that a rank has begun of a step, where it outlasts the rank.
-
-    It is a word of a mapped file, so that an execution costs one store and no call of the system.
-    """
-
-    __slots__ = ("_word",)
-
-    def __init__(self, file: Path, step: str) -> None:
-        file.write_bytes(bytes(_COUNT) + step.encode())
-        with file.open("r+b") as opened:
-            self._word = memoryview(mmap.mmap(opened.fileno(), _COUNT)).cast("Q")
-
-    def begin(self, execution: int) -> None:
-        """Record that the rank begins an execution; they count from 0."""
-        self._word[0] = execution + 1
-
-
 @dataclass(frozen=True, slots=True)
 class RankRegistry:
     """The ranks in a job, as files in a folder; ranks on machines without it record nothing."""
@@ -62,12 +44,22 @@ class RankRegistry:
         """True if a rank has joined the job, be it that it has left since."""
         return bool(self.present()) or any(self.folder.glob(f"*{_LEFT}"))
 
-    def mark(self, rank: int, step: str) -> StepMark | None:
-        """Make the mark of a program of a step on a rank; None where it cannot be recorded."""
+    def mark(self, rank: int, step: str) -> memoryview | None:
+        """Make the mark of a program of a step on a rank.
+
+        It is a word of a mapped file, so that it outlasts the rank, and an execution costs one
+        store and no call of the system.
+
+        Returns:
+            One integer, for the number of executions that the rank has begun; None where it cannot
+            be recorded.
+        """
         try:
-            descriptor, name = tempfile.mkstemp(_STEP, f"{rank}.", self.folder)
-            with open(descriptor, "wb"):  # closes it
-                return StepMark(Path(name), step)
+            descriptor, _ = tempfile.mkstemp(_STEP, f"{rank}.", self.folder)
+            with open(descriptor, "r+b") as file:
+                file.write(bytes(_COUNT) + step.encode())
+                file.flush()
+                return memoryview(mmap.mmap(descriptor, _COUNT)).cast("Q")
         except OSError:
             return None
 

@@ -28,10 +28,9 @@ from ...backends.per_world import PerWorld
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..job import failure
-from ..job.rank_registry import StepMark
 from ..world.devices import fabrics_of
 from .execution_contexts import ContextFactory, GraphVariant, OnDevice
-from .runtime import is_in_step, mark_of, transport_of
+from .runtime import is_in_step, mark_of, transport_of, transports
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
 """Starts an execution: the variant, its inputs, and whether to wait for a free context."""
@@ -48,7 +47,8 @@ class OpenGraph:
         recover: called on all ranks before they go on with the graph: after a failed step, messages
             between devices have been broken off. None where there are no devices.
         device: of this rank, if it has one.
-        mark: notes the execution that the driver starts; None: nobody asks.
+        mark: the number of executions that the driver has started, as `mark_of` makes it; None on
+            other ranks.
     """
 
     executions: Executions
@@ -56,7 +56,7 @@ class OpenGraph:
     statistics: Mapping[int, Statistics]
     recover: Callable[[], None] | None
     device: Device | None
-    mark: StepMark | None
+    mark: memoryview | None
 
     def serve(self) -> None:
         """Run this process's part of the graph until the driver closes it.
@@ -86,18 +86,14 @@ class OpenGraph:
     @property
     def launch(self) -> Launch | None:
         """Starts executions; None if this process does not play the driver."""
-        if self.graph.driver not in self.executions.schedulers:
+        if self.mark is None:
             return None
-        launcher, recover = ExecutionLauncher(self.executions, self.graph), self.recover
-        mark, graph = self.mark, self.graph
-        if recover is None and mark is None:
+        launcher, recover = ExecutionLauncher(self.executions, self.graph, self.mark), self.recover
+        if recover is None:
             return launcher
 
         def launch(variant: int, inputs: Sequence[Any], block: bool) -> Future:
-            if recover is not None:
-                recover()
-            if mark is not None:
-                mark.begin(graph.count)
+            recover()
             return launcher(variant, inputs, block)
 
         return launch
@@ -116,21 +112,26 @@ def executions_of(world: World) -> Executions:
     return executions
 
 
-def check_idle(world: World, step: str) -> None:
-    """Return if a step that all ranks run together may start.
+def idle_check(world: World, step: str) -> Callable[[], None]:
+    """Make the check that a step that all ranks run together may start.
 
-    Raises:
-        RuntimeError: an execution of a graph is in flight on a rank of this process, or a method
-            is running.
+    The check raises `RuntimeError` if an execution of a graph is in flight on a rank of this
+    process, or a method is running. Each call of the step makes it, so it looks nothing up.
     """
-    executions = _executions.get(world)
-    if (executions is None or executions.is_idle) and not is_in_step(world):
-        return
-    check_outside(world, step)
-    raise RuntimeError(
-        "executions of a graph are in flight on this rank: wait for their results, or close "
-        "the graph, before a step that all ranks run together"
-    )
+    graphs, transport = _executions.entry(world), transports.entry(world)
+
+    def check() -> None:
+        executions, others = graphs.thing, transport.thing
+        is_idle = executions is None or executions.is_idle
+        if is_idle and (others is None or not others.control.is_running):
+            return
+        check_outside(world, step)
+        raise RuntimeError(
+            "executions of a graph are in flight on this rank: wait for their results, or close "
+            "the graph, before a step that all ranks run together"
+        )
+
+    return check
 
 
 def check_outside(world: World, step: str) -> None:

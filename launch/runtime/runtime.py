@@ -22,7 +22,6 @@ from ...ir.ops.module import Module
 from ...passes.placement.fabrics import is_by_stream
 from ..environment.config import config
 from ..job.failure import say_departure
-from ..job.rank_registry import StepMark
 from ..world.bootstrap import registry_of
 from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
@@ -70,7 +69,7 @@ class VirtualRuntime(Runtime):
         linked: LinkedModule,
         parameters: Sequence[str],
         numbering: Numbering,
-        mark: StepMark | None,
+        mark: memoryview,
     ) -> None:
         module = linked.module
         self._executable = VirtualExecutable(
@@ -88,8 +87,7 @@ class VirtualRuntime(Runtime):
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         values = inputs()
         execution, self._numbering.next = self._numbering.next, self._numbering.next + 1
-        if self._mark is not None:
-            self._mark.begin(execution)
+        self._mark[0] = execution + 1
         per_rank = [[values[index] for index in pick] for pick in self._picks]
         return self._executable.run(per_rank, execution)[self._reader]
 
@@ -118,7 +116,7 @@ class RankRuntime(Runtime):
         world: all ranks, one for each process.
         transport: of hosts.
         linked, parameters, timeout, numbering, call: as `make_runtime` takes them.
-        mark: notes the execution that this rank begins; None: nobody asks.
+        mark: the number of executions that this rank has begun, as `mark_of` makes it.
 
     Raises:
         PlanMismatch: the ranks have compiled different plans.
@@ -135,7 +133,7 @@ class RankRuntime(Runtime):
         timeout: float | None,
         numbering: Numbering,
         call: CallFacts | None,
-        mark: StepMark | None,
+        mark: memoryview,
     ) -> None:
         module = linked.module
         self._world = world
@@ -161,11 +159,10 @@ class RankRuntime(Runtime):
             self.close()  # nobody else will
             raise
         self._begin: Callable[[], object] = transport.recover_if_due
-        self._watch: Callable[[int], None] | None = None
         by_stream = [channel for channel in channels if is_by_stream(channel)]
         if fabrics_of(world) is not None or by_stream:
             session = DeviceSession(world, transport, connected.streams, self._executable, timeout)
-            self._session, self._begin, self._watch = session, session.begin, session.watch
+            self._session, self._begin = session, session.begin
         devices = {rank for channel in by_stream for rank in channel.ranks}
         self._record = lambda positions: FlightRecord(module, positions, devices)
         self._progress = tuple(communicator.progress for communicator in self._communicators)
@@ -178,20 +175,19 @@ class RankRuntime(Runtime):
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """Execute once; collective. All ranks return, or all raise the same error."""
-        control, executable = self._control, self._executable
+        control, executable, session = self._control, self._executable, self._session
         self._begin()
         numbering = self._numbering
         execution = numbering.next
-        if self._mark is not None:
-            self._mark.begin(execution)
+        self._mark[0] = execution + 1
         self._until_compared -= 1
         compare = None if self._until_compared else self._compare
         if compare is not None:
             self._until_compared = compare.plan_next()  # whatever comes of this execution
         control.begin(self._plan, executable.position, self._record, self._timeout, self._doing)
         try:
-            if self._session is not None:
-                self._session.raise_noted()
+            if session is not None:
+                session.raise_noted()
             values = inputs()
             if compare is not None:
                 compare.compare(values)
@@ -201,16 +197,15 @@ class RankRuntime(Runtime):
             outputs = executable.run(values, control.pause, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
-            if self._session is not None:
-                self._session.end_if_failed(error)
+            if session is not None:
+                session.end_if_failed(error)
             say_departure(error)  # before other ranks know of it, and may end the job
             agreed = self._fail(error, execution)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C, whatever else has failed
             raise agreed from error.__cause__
-        watch = self._watch
-        if watch is not None:
-            watch(execution)
+        if session is not None and session.watch is not None:
+            session.watch(execution)
         return outputs
 
     @property
@@ -290,22 +285,25 @@ def make_runtime(
     return RankRuntime(world, transport, linked, parameters, timeout, numbering, call, mark)
 
 
-def mark_of(world: World, step: str) -> StepMark | None:
+def mark_of(world: World, step: str) -> memoryview:
     """Make the mark by which the launcher knows how far this process has come in a step.
 
     Returns:
-        None if no launcher asks.
+        One integer, for the number of executions that have begun; if no launcher asks, nobody reads
+        it.
     """
     registry = registry_of(config())
-    return None if registry is None else registry.mark(world.rank, step)
+    mark = None if registry is None else registry.mark(world.rank, step)
+    return memoryview(bytearray(8)).cast("Q") if mark is None else mark
 
 
-_transports: PerWorld[CpuTransport] = PerWorld()
+transports: PerWorld[CpuTransport] = PerWorld()
+"""The transport of this process to the other ranks of a world, once there is one."""
 
 
 def transport_of(world: World) -> CpuTransport:
     """The transport of this process to the other ranks of `world`; made once, on all ranks."""
-    return _transports.of(world, partial(_make_transport, world))
+    return transports.of(world, partial(_make_transport, world))
 
 
 def _make_transport(world: World) -> CpuTransport:
@@ -320,7 +318,7 @@ def _make_transport(world: World) -> CpuTransport:
 
 def tell(world: World, purpose: str) -> None:
     """Tell the purpose of the world's next calls; the other ranks read it while they wait."""
-    transport = _transports.get(world)
+    transport = transports.get(world)
     if transport is not None:
         transport.control.purpose = purpose
 
@@ -330,7 +328,7 @@ def is_in_step(world: World) -> bool:
 
     Never true of a virtual world, where one process comes to a step on all ranks.
     """
-    transport = _transports.get(world)
+    transport = transports.get(world)
     return transport is not None and transport.control.is_running
 
 

@@ -192,8 +192,8 @@ def test_how_far_ranks_have_come(tmp_path: Path) -> None:
     assert evaluate is not None
     for mark, execution in zip(marks, (6, 7), strict=True):
         assert mark is not None
-        mark.begin(execution)
-    evaluate.begin(0)
+        mark[0] = execution + 1
+    evaluate[0] = 1
     assert registry.steps() == {"evaluate": 0, "train": 7}
     assert not registry.has_begun()
     registry.join(0)

@@ -34,6 +34,7 @@ class Control:
 
     Attributes:
         pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
+        is_running: whether an execution is in progress on this rank.
         epoch: how many executions have begun, of all steps; the epoch of the last of them.
         failed: whether the last execution has failed, so that `recover` is due.
         refused: whether a rank failed in that execution before it began its program.
@@ -51,7 +52,7 @@ class Control:
         self._leads = self._link is not None and node.rank == node.leader
         self._relayed: dict[BarrierWord, int] = {}
         self._agreed: BaseException | None = None
-        self._guarded = False
+        self.is_running = False
         self._closed = False
         self._watch: Watch | None = None
         self._record: Record | None = None
@@ -68,11 +69,6 @@ class Control:
         self.pause = Waiter(node, self.check, sleep)
 
     # -- one execution ----------------------------------------------------------------------
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether an execution is in progress on this rank."""
-        return self._guarded
 
     def begin(
         self,
@@ -104,7 +100,7 @@ class Control:
         self._watch, self._record, self._timeout = watch, record, timeout
         self._deadline = float("inf") if timeout is None else monotonic() + timeout
         self._table.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
-        self._guarded = True
+        self.is_running = True
         return self.epoch
 
     def compare(
@@ -161,7 +157,7 @@ class Control:
         """
         self._report()
         self.hear()
-        if not self._guarded:
+        if not self.is_running:
             return
         if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
             raise self._settle(None)
@@ -177,7 +173,7 @@ class Control:
 
     def has_failed_elsewhere(self) -> bool:
         """True if another rank of this machine has failed in this execution; for any thread."""
-        if not self._guarded:
+        if not self.is_running:
             return False
         others = (rank for rank in self._node.local if rank != self._node.rank)
         return any(self._errors.last_failed(rank) == self.epoch for rank in others)
@@ -196,7 +192,7 @@ class Control:
         return self._settle(error, refused) if self._agreed is None else self._agreed
 
     def _settle(self, error: BaseException | None, refused: bool = False) -> BaseException:
-        self._guarded = False
+        self.is_running = False
         self.failed = True
         self._agreed = self._errors.agree(self.epoch, error, refused, self.pause)
         self.refused = self._errors.is_refused(self.epoch)
@@ -216,7 +212,7 @@ class Control:
             StepTimeout: a rank has not come.
             PeerLost: a rank has ended.
         """
-        self._guarded = False
+        self.is_running = False
         self._deadline, self._timeout = monotonic() + timeout, timeout
         self._wait_at(BarrierWord.RECOVER)
         self._recovering = True
@@ -250,7 +246,7 @@ class Control:
     def _tell(self) -> Activity:
         """Answer another rank that asks what this process does; a thread of its own calls it."""
         rank, watch, record = self._node.rank, self._watch, self._record
-        if self._guarded and watch is not None and record is not None:
+        if self.is_running and watch is not None and record is not None:
             at = replace(watch(), is_ending=self._table.is_ending(rank))
             if at.running or at.is_ending:  # else the program has not begun, so it has no position
                 return Activity(record([at]).describe().strip())
@@ -343,7 +339,7 @@ class Control:
         """Pause once; raise only if somebody is still missing after that."""
         try:
             self.pause(polls)
-            if not self._guarded:
+            if not self.is_running:
                 self._check_missing(self._table.missing(barrier, self.epoch))
         except (StepTimeout, TransportError, PlanMismatch):
             if self.failed or self._table.missing(barrier, self.epoch):

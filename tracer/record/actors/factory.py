@@ -26,7 +26,7 @@ from ...values.mesh import describe
 from ...values.optimizer_state import RestingState, move
 from ...values.plan import Sharding, ShardingPlan, whole
 from ...values.sharing import plays_all
-from ..session.session import is_tracing
+from ..session.session import current
 from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
 from .construct import Constructor
 
@@ -151,7 +151,7 @@ class ActorFactory:
         shown = f"{cls.__name__}.on({where!r})"
         if isinstance(where, Mesh):
             shown = f"{cls.__name__}.on({describe(where)})"
-        if is_tracing():
+        if current() is not None:
             error = ActorError(f"{shown} inside a step; make actors before the step is traced")
             note_refusal(error)
             raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -325,14 +325,8 @@ def _innermost_mode() -> object:
     return torch._C._get_function_stack_at(count - 1) if count else None
 
 
-def current() -> Session | None:
-    """The trace in progress, if any."""
-    return _CURRENT.get()
-
-
-def is_tracing() -> bool:
-    """True if a step is being traced right now."""
-    return _CURRENT.get() is not None
+current: Callable[[], Session | None] = _CURRENT.get
+"""The trace in progress; None if no step is being traced."""
 
 
 def recording(shown: str) -> Session | None:
