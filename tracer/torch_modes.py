@@ -21,7 +21,7 @@ from .errors import TraceError
 
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
-_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 _mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 
 _dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -38,7 +38,7 @@ _HOST = torch.device("cpu")
 def default_device() -> torch.device:
     """The device that `torch.set_default_device` or `with device` has set, or else the host."""
     # torch.get_default_device takes microseconds, and CURRENT_DEVICE does not know `with device`.
-    count = _mode_count()
+    count = mode_count()
     while count:
         count -= 1
         mode = _mode_at(count)
@@ -55,7 +55,7 @@ def entered_mode() -> tuple[str, str] | None:
     """
     if is_autocast_on():
         return "torch.autocast", _REMEDY.format("autocast")
-    return _foreign(map(_mode_at, range(_mode_count()))) if _mode_count() else None
+    return _foreign(map(_mode_at, range(mode_count())))
 
 
 def _foreign(modes: Iterable[object]) -> tuple[str, str] | None:

@@ -186,8 +186,10 @@ class Variant:
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values of the step's parameters, if the actors are as they were traced."""
-        self.trace.check_guards()
-        return self.trace.inputs.flatten(args, kwargs)
+        trace = self.trace
+        if trace.guards:
+            trace.check_guards()
+        return trace.inputs.flatten(args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ....ir.types import Place
 from ...errors import shorten
 from ...method.guards.tensors_alike import check_of, never
-from ...torch_modes import NO_REACH, default_dtype, entered_mode
+from ...torch_modes import NO_REACH, default_dtype, entered_mode, is_autocast_on, mode_count
 from ...values.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, show_type, static_key
 from ...values.values import NotAValue, ObjectMarker
 
@@ -71,8 +71,10 @@ class InputSpec:
                 dense, or is on a device that the step does not take it from; autocast or a mode
                 of the user's is on; or the default dtype has changed since the trace.
         """
-        if self.dtype is not None and (entered_mode() or default_dtype() is not self.dtype):
-            raise self._other_modes()
+        if self.dtype is not None and (
+            is_autocast_on() or mode_count() or default_dtype() is not self.dtype
+        ):
+            self._check_modes()
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
         else:
@@ -103,15 +105,16 @@ class InputSpec:
             object.__setattr__(self, "_alike", check_of(values, strides=False))
         return values
 
-    def _other_modes(self) -> InputError:
+    def _check_modes(self) -> None:
         mode = entered_mode()
         if mode is not None:
             name, remedy = mode
-            return InputError(f"{self.step}() is called under {name}, {NO_REACH}; {remedy}")
-        return InputError(
-            f"{self.step}() was traced under the default dtype {self.dtype}, which is "
-            f"{default_dtype()} now; set it as it was, or lower the step again"
-        )
+            raise InputError(f"{self.step}() is called under {name}, {NO_REACH}; {remedy}")
+        if default_dtype() is not self.dtype:
+            raise InputError(
+                f"{self.step}() was traced under the default dtype {self.dtype}, which is "
+                f"{default_dtype()} now; set it as it was, or lower the step again"
+            )
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         try:
