@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "checked_ids(Tensor ids, int size, int? ignored, str op, int[]? first=None) -> Tensor"
-)
+from .operator_library import defined
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,9 @@ def forget(device: torch.device) -> None:
     notes.here.copy_(notes.there)
 
 
-_LIBRARY.impl("checked_ids", checked, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "cg::checked_ids",
+CHECKED_IDS = defined(
+    "checked_ids(Tensor ids, int size, int? ignored, str op, int[]? first=None) -> Tensor",
+    checked,
     lambda ids, size, ignored, op, first=None: torch.empty_like(ids),
-    lib=_LIBRARY,
 )
-
-CHECKED_IDS = torch.ops.cg.checked_ids.default
 """`checked` as an operator, for graphs; a rank gives the indices of its piece's first entry."""

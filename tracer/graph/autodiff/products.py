@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
+from ...operator_library import defined
 from ...values.gradient_buckets import set_gradient
 from .subgraphs import Subgraph, fake_of, results
 
@@ -146,16 +147,11 @@ def _add(one: Tensor, other: Tensor, number: Tensor, is_transposed: bool) -> Ten
     return one.new_empty(0)
 
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "add_product(Tensor one, Tensor other, Tensor number, bool is_transposed) -> Tensor"
+ADD_PRODUCT = defined(
+    "add_product(Tensor one, Tensor other, Tensor number, bool is_transposed) -> Tensor",
+    _add,
+    lambda one, other, number, is_transposed: one.new_empty(0),
 )
-_LIBRARY.impl("add_product", _add, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "cg::add_product", lambda one, other, number, is_transposed: one.new_empty(0), lib=_LIBRARY
-)
-
-ADD_PRODUCT = torch.ops.cg.add_product.default
 """`add_product` as an operator, for compiled graphs: `adding_to` knows the parameters.
 
 Its result is an empty tensor. The graph returns it, so that no compiler drops the operator.

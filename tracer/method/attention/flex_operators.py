@@ -20,24 +20,14 @@ from torch._higher_order_ops.flex_attention import (
     flex_attention_backward,
 )
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
+from ...operator_library import attention_backward_flops, attention_flops, defined
 from ...values.operators import OperatorFunction
 from .dense_attention import DenseAttention
 from .modifications import WHOLE_RUNS, RankRuns, modification, reads_index
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
 _INDICES = "int[] batch, int[] heads, int[] rows, int[] columns"
 _CAPTURED = "Tensor[] captured, Tensor[] mask_captured, Tensor?[] blocks"
-_SCHEMAS = (
-    f"flex_attention(Tensor query, Tensor key, Tensor value, {_CAPTURED}, str form, {_INDICES}) "
-    "-> (Tensor, Tensor, Tensor)",
-    "flex_attention_backward(Tensor? grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, "
-    f"Tensor value, Tensor out, Tensor logsumexp, {_CAPTURED}, str form, bool[] needs, {_INDICES})"
-    " -> Tensor[]",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 ONE_BLOCK = (1 << 30, 1 << 30)
 """The rows and columns of a block that all scores are in, as torch has it."""
@@ -46,9 +36,6 @@ _HIGHER_ORDER: Any = flex_attention
 _HIGHER_ORDER_BACKWARD: Any = flex_attention_backward
 
 Aligned: TypeAlias = tuple[tuple[int | None, ...], ...]
-
-FLEX_ATTENTION = torch.ops.cg.flex_attention.default
-FLEX_ATTENTION_BACKWARD = torch.ops.cg.flex_attention_backward.default
 
 
 @dataclass(frozen=True)
@@ -194,28 +181,21 @@ def _backward_fake(
     return [*own, *(torch.empty_like(t, memory_format=contiguous) for t, needed in pairs if needed)]
 
 
-for _name, _function, _fake in (
-    ("flex_attention", _forward, _forward_fake),
-    ("flex_attention_backward", _backward, _backward_fake),
-):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"cg::{_name}", _fake, lib=_LIBRARY)
-
-
-@register_flop_formula(torch.ops.cg.flex_attention)
-def _flops(query: Any, key: Any, value: Any, *others: Any, **named: Any) -> int:
-    """Two for each multiply-add of all pairs, as of attention without a mask."""
-    batch, heads, rows, width = query
-    return 2 * int(batch * heads * rows * key[2] * (width + value[3]))
-
-
-@register_flop_formula(torch.ops.cg.flex_attention_backward)
-def _flops_of_backward(
-    grad_out: Any, grad_logsumexp: Any, query: Any, key: Any, value: Any, *_: Any, **named: Any
-) -> int:
-    """Scores again, and two products for each of the forward's."""
-    batch, heads, rows, width = query
-    return 2 * int(batch * heads * rows * key[2] * (3 * width + 2 * value[3]))
+FLEX_ATTENTION = defined(
+    f"flex_attention(Tensor query, Tensor key, Tensor value, {_CAPTURED}, str form, {_INDICES}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    flops=attention_flops,
+)
+FLEX_ATTENTION_BACKWARD = defined(
+    "flex_attention_backward(Tensor? grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, "
+    f"Tensor value, Tensor out, Tensor logsumexp, {_CAPTURED}, str form, bool[] needs, {_INDICES})"
+    " -> Tensor[]",
+    _backward,
+    _backward_fake,
+    flops=lambda grad_out, grad_logsumexp, *others, **_: attention_backward_flops(*others[:3]),
+)
 
 
 class FlexAttentionFunction(OperatorFunction):

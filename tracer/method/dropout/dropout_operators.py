@@ -13,29 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
 from ....ir.layout import Intervals
+from ...operator_library import attention_backward_flops, attention_flops, defined
 from ...values.operators import OperatorFunction
 from .random_masks import RandomMask
 from .tiled_attention import TiledAttention, in_order_of, is_one_tile
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
 _NUMBERS = (
     "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float scale=1., "
     "int[] batch=[], int[] heads=[], int[] rows=[], int[] columns=[]"
 )
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    f"dropout_attention(Tensor query, Tensor key, Tensor value, Tensor words, {_NUMBERS}) "
-    "-> (Tensor, Tensor)"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "dropout_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor logsumexp, Tensor words, {_NUMBERS}, bool of_mask=False) -> Tensor[]"
-)
-
-DROPOUT_ATTENTION = torch.ops.cg.dropout_attention.default
-DROPOUT_ATTENTION_BACKWARD = torch.ops.cg.dropout_attention_backward.default
 
 
 def _attention(
@@ -129,28 +117,20 @@ def _backward_fake(
     return gradients
 
 
-for _name, _function, _fake in (
-    ("dropout_attention", _forward, _forward_fake),
-    ("dropout_attention_backward", _backward, _backward_fake),
-):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"cg::{_name}", _fake, lib=_LIBRARY)
-
-
-@register_flop_formula(torch.ops.cg.dropout_attention)
-def _flops(query: Any, key: Any, value: Any, *_: Any, **named: Any) -> int:
-    """Two for each multiply-add of all pairs, as torch counts its kernels."""
-    batch, heads, rows, width = query
-    return 2 * int(batch * heads * rows * key[2] * (width + value[3]))
-
-
-@register_flop_formula(torch.ops.cg.dropout_attention_backward)
-def _flops_of_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **named: Any
-) -> int:
-    """Scores again, and two products for each of the forward's."""
-    batch, heads, rows, width = query
-    return 2 * int(batch * heads * rows * key[2] * (3 * width + 2 * value[3]))
+DROPOUT_ATTENTION = defined(
+    f"dropout_attention(Tensor query, Tensor key, Tensor value, Tensor words, {_NUMBERS}) "
+    "-> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    flops=attention_flops,
+)
+DROPOUT_ATTENTION_BACKWARD = defined(
+    "dropout_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    f"Tensor out, Tensor logsumexp, Tensor words, {_NUMBERS}, bool of_mask=False) -> Tensor[]",
+    _backward,
+    _backward_fake,
+    flops=lambda grad_out, *operands, **_: attention_backward_flops(*operands[:3]),
+)
 
 
 class DropoutAttentionFunction(OperatorFunction):

@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ...operator_library import defined
 from .quantized_kernel import multiply
 
 WORD = 32
 """Bits of a word that several levels are packed in."""
-
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "quantized_product(Tensor input, Tensor weight, Tensor scale, Tensor? zero, "
-    "int outputs_per_word, int offset, bool zero_wraps, bool interleaved, int summands) -> Tensor"
-)
 
 
 def quantized_product(
@@ -131,15 +125,17 @@ def _shape_of(
     return input.new_empty(shape, dtype=torch.float32)
 
 
-_LIBRARY.impl("quantized_product", _on_host, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("quantized_product", multiply, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("cg::quantized_product", _shape_of, lib=_LIBRARY)
-
-QUANTIZED_PRODUCT = torch.ops.cg.quantized_product.default
-
-
-@register_flop_formula(torch.ops.cg.quantized_product)
 def _flops(input: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Two for each multiply-add."""
     _, rows, *outputs = out_shape
     return 2 * math.prod(map(int, (rows, *outputs, *input[1:])))
+
+
+QUANTIZED_PRODUCT = defined(
+    "quantized_product(Tensor input, Tensor weight, Tensor scale, Tensor? zero, "
+    "int outputs_per_word, int offset, bool zero_wraps, bool interleaved, int summands) -> Tensor",
+    _on_host,
+    _shape_of,
+    flops=_flops,
+    cuda=multiply,
+)

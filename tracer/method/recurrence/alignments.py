@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-_ROWS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    f"ctc_loss({_ROWS}, int blank, bool zero_infinity) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    f"ctc_loss_backward(Tensor gradient, {_ROWS}, Tensor losses, Tensor log_alpha, int blank, "
-    "bool zero_infinity) -> Tensor"
-)
+from ...operator_library import defined
 
 
 def ctc_loss(
@@ -56,7 +48,7 @@ def ctc_loss(
             f"lengths, not {counts[0]}, {counts[1]} and {counts[2]}"
         )
     losses: Tensor
-    losses, _ = torch.ops.cg.ctc_loss(rows, padded, *lengths, blank, zero_infinity)
+    losses, _ = CTC_LOSS(rows, padded, *lengths, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction in ("mean", 1):
@@ -170,21 +162,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    result = torch.ops.cg.ctc_loss_backward(
-        gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity
-    )
+    result = CTC_LOSS_BACKWARD(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
     return result, None, None, None, None, None
 
 
-for _name, _kernel in {"ctc_loss": _forward, "ctc_loss_backward": _gradient}.items():
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("cg::ctc_loss", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake(
-    "cg::ctc_loss_backward",
-    lambda gradient, log_probs, *_: log_probs.new_empty(log_probs.shape),
-    lib=_LIBRARY,
+_ROWS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
+CTC_LOSS = defined(
+    f"ctc_loss({_ROWS}, int blank, bool zero_infinity) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
 )
-torch.library.register_autograd("cg::ctc_loss", _backward, setup_context=_save, lib=_LIBRARY)
-
-CTC_LOSS = torch.ops.cg.ctc_loss.default
-CTC_LOSS_BACKWARD = torch.ops.cg.ctc_loss_backward.default
+CTC_LOSS_BACKWARD = defined(
+    f"ctc_loss_backward(Tensor gradient, {_ROWS}, Tensor losses, Tensor log_alpha, int blank, "
+    "bool zero_infinity) -> Tensor",
+    _gradient,
+    lambda gradient, log_probs, *_: log_probs.new_empty(log_probs.shape),
+)
+torch.library.register_autograd(CTC_LOSS, _backward, setup_context=_save)

@@ -13,28 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ...operator_library import defined
 from ...values.operators import OperatorFunction
 from .loops import LoopResults, gradients_of_run, run, step_products, step_sums
 from .recurrent_cells import CELLS, CellWeights
-
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-_SCHEMAS = (
-    "recurrence(str cell, Tensor gates, Tensor[] states, Tensor weight, Tensor? bias, "
-    "Tensor? projection, bool reverse) -> Tensor[]",
-    "recurrence_backward(str cell, Tensor?[] gradients, Tensor hidden, Tensor[] kept, "
-    "Tensor[] states, Tensor weight, Tensor? projection, bool reverse) -> Tensor[]",
-    "step_products(Tensor gradients, Tensor values, Tensor? first, bool reverse) -> Tensor",
-    "step_sums(Tensor gradients, bool reverse) -> Tensor",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-
-RECURRENCE = torch.ops.cg.recurrence.default
-RECURRENCE_BACKWARD = torch.ops.cg.recurrence_backward.default
-STEP_PRODUCTS = torch.ops.cg.step_products.default
-STEP_SUMS = torch.ops.cg.step_sums.default
 
 
 def _forward(
@@ -108,26 +91,6 @@ def _by_terms(cell: str, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*(states[0] for _ in range(CELLS[cell].terms)), *states[1:])
 
 
-def _register(name: str, function: Any, fake: Any) -> None:
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"cg::{name}", fake, lib=_LIBRARY)
-
-
-_register("recurrence", _forward, _forward_fake)
-_register("recurrence_backward", _backward, _backward_fake)
-_register(
-    "step_products",
-    step_products,
-    lambda gradients, values, first, reverse: gradients.new_empty(
-        gradients.shape[2], values.shape[2]
-    ),
-)
-_register(
-    "step_sums", step_sums, lambda gradients, reverse: gradients.new_empty(gradients.shape[2])
-)
-
-
-@register_flop_formula([torch.ops.cg.recurrence, torch.ops.cg.recurrence_backward])
 def _flops(cell: str, *shapes: Any, out_shape: Any = None, **named: Any) -> int:
     """The products of all steps with the hidden state's weight, and with the projection."""
     steps = out_shape[0]
@@ -135,10 +98,36 @@ def _flops(cell: str, *shapes: Any, out_shape: Any = None, **named: Any) -> int:
     return 2 * int(steps[0] * steps[1]) * sum(map(torch.Size.numel, matrices))
 
 
-@register_flop_formula(torch.ops.cg.step_products)
 def _flops_of_products(gradients: Any, values: Any, *others: Any, **named: Any) -> int:
     steps, rows, width = gradients
     return 2 * int(steps * rows * width * values[2])
+
+
+RECURRENCE = defined(
+    "recurrence(str cell, Tensor gates, Tensor[] states, Tensor weight, Tensor? bias, "
+    "Tensor? projection, bool reverse) -> Tensor[]",
+    _forward,
+    _forward_fake,
+    flops=_flops,
+)
+RECURRENCE_BACKWARD = defined(
+    "recurrence_backward(str cell, Tensor?[] gradients, Tensor hidden, Tensor[] kept, "
+    "Tensor[] states, Tensor weight, Tensor? projection, bool reverse) -> Tensor[]",
+    _backward,
+    _backward_fake,
+    flops=_flops,
+)
+STEP_PRODUCTS = defined(
+    "step_products(Tensor gradients, Tensor values, Tensor? first, bool reverse) -> Tensor",
+    step_products,
+    lambda gradients, values, *_: gradients.new_empty(gradients.shape[2], values.shape[2]),
+    flops=_flops_of_products,
+)
+STEP_SUMS = defined(
+    "step_sums(Tensor gradients, bool reverse) -> Tensor",
+    step_sums,
+    lambda gradients, reverse: gradients.new_empty(gradients.shape[2]),
+)
 
 
 class _Recurrence(OperatorFunction):

@@ -14,6 +14,7 @@ one step behind, and end where the keys are. They are added up in the accumulati
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .....ir.layout import Region
 from ....method.dropout.dropout_operators import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+from ....operator_library import defined
 from ..cases import LocalOp, Shape
 from ..values.accumulation import accumulated
 
@@ -50,8 +52,6 @@ BACKWARDS = (
 )
 """Their derivatives."""
 
-_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
-
 
 def _defined(kernel: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """The op of a step: a kernel with the number of the step, and a value that it begins behind.
@@ -61,20 +61,15 @@ def _defined(kernel: torch._ops.OpOverload) -> torch._ops.OpOverload:
     _, _, text = str(kernel._schema).partition("::")
     name, _, rest = text.removeprefix("_").partition("(")
     arguments, arrow, results = rest.rpartition(") -> ")
-    name = f"{name}_step"
-    _LIBRARY.define(  # type: ignore[no-untyped-call]
-        f"{name}({arguments}, int step=0, Tensor? behind=None{arrow}{results}"
-    )
+    schema = f"{name}_step({arguments}, int step=0, Tensor? behind=None{arrow}{results}"
 
     def fake(*args: Any, step: int = 0, behind: Tensor | None = None, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs)
 
-    torch.library.register_fake(f"cg::{name}", fake, lib=_LIBRARY)
-    packet = getattr(torch.ops.cg, name)
+    op = defined(schema, None, fake)
     formula = flop_registry.get(kernel.overloadpacket)
     if formula is not None:
-        register_flop_formula(packet, get_raw=True)(partial(_flops, formula))
-    op: torch._ops.OpOverload = packet.default
+        register_flop_formula(op.overloadpacket, get_raw=True)(partial(_flops, formula))
     return op
 
 
@@ -97,18 +92,7 @@ KERNELS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
 _STEPS = {kernel: step for step, kernel in KERNELS.items()}
 
 
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "add_to_block(Tensor moving, Tensor own) -> Tensor"
-)
-
-
-def _add(moving: Tensor, own: Tensor) -> Tensor:
-    return moving + own
-
-
-torch.library.register_fake("cg::add_to_block", _add, lib=_LIBRARY)
-
-ADD = torch.ops.cg.add_to_block.default
+ADD = defined("add_to_block(Tensor moving, Tensor own) -> Tensor", None, operator.add)
 """Adds a gradient that travels with a block to what a rank has computed for the block."""
 
 
