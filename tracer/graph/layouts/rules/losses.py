@@ -16,7 +16,7 @@ import torch
 from .....ir.attributes import ReduceOp
 from ....checked_ids import CHECKED_IDS
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
-from ..factors import Dims, Factors, each
+from ..factors import Dims, Factors, each, sizes_of
 from ..solution import solve
 from ..values.accumulation import accumulated, accumulation_type
 from .creation import counting
@@ -86,35 +86,37 @@ def _wide(value: Any) -> Any:
 def _nll_loss(case: Case) -> Answer | Expansion:
     """Loss and total weight: over a cut batch both are summands, and a mean divides their sums."""
     log_probs: Operand = case["self"]
-    classes = len(log_probs.shape) - 1
-    cut_batch = (classes == 1 and case.has_cut(log_probs, 0)) or any(case["target"].cuts)
+    dims, batch, classes = _dims(log_probs)
     weight = operand(case, "weight")
     if case.has_cut(log_probs, classes) or case.has_cut(weight, 0):
         return counting(partial(_nll_loss_of, weight is not None), log_probs.cuts[classes])
-    if cut_batch and (case["reduction"] == _MEAN or _adds_rounded(case)):
+    cut_batch = any(case.has_cut(log_probs, dim) for dim in range(len(dims)))
+    if (cut_batch or any(case["target"].cuts)) and (
+        case["reduction"] == _MEAN or _adds_rounded(case)
+    ):
         return Expansion(partial(_summed, case.target))
-    batch, sizes = _batch(log_probs)
-    operands = [(*batch, ("c",)), batch, *([(("c",),)] if weight is not None else [])]
-    if case["reduction"] == _NONE:
-        return _unreduced(case, tuple(operands), batch, sizes)
-    keep = {"c": "has the entry of the target"}
-    return solve(case, Factors(tuple(operands), ((), ()), sizes, (), keep))
+    operands = (dims, batch, *([(("c",),)] if weight is not None else []))
+    results = (batch, None) if case["reduction"] == _NONE else ((), ())
+    sizes = sizes_of([dims], [log_probs.shape])
+    answer = solve(case, Factors(operands, results, sizes, (), _KEEP))
+    if case["reduction"] == _NONE:  # no total weight is computed, so it is the same on all ranks
+        return replace(answer, results=(answer.results[0], whole(0)))
+    return answer
 
 
-def _unreduced(
-    case: Case, operands: tuple[Dims, ...], batch: Dims, sizes: Mapping[str, int]
-) -> Answer:
-    """A loss for each row. The total weight is not computed, so it is the same on all ranks."""
-    keep = {"c": "has the entry of the target"}
-    answer = solve(case, Factors(operands, (batch, None), sizes, (), keep))
-    return replace(answer, results=(answer.results[0], whole(0)))
+_KEEP = {"c": "has the entry of the target"}
 
 
-def _batch(log_probs: Operand) -> tuple[Dims, dict[str, int]]:
-    sizes = {"c": log_probs.shape[-1]}
-    if len(log_probs.shape) == 1:
-        return (), sizes
-    return (("n",),), sizes | {"n": log_probs.shape[0]}
+def _dims(log_probs: Operand) -> tuple[Dims, Dims, int]:
+    """The dimensions of log-probabilities, those of their targets, and which one the classes are.
+
+    Classes are the second dimension, behind a batch and before an image's rows and columns; or the
+    only one.
+    """
+    rank = len(log_probs.shape)
+    classes = min(1, rank - 1)
+    dims = tuple((letter,) for letter in ("c" if rank == 1 else "nchw"[:rank]))
+    return dims, dims[:classes] + dims[classes + 1 :], classes
 
 
 def _adds_rounded(case: Case) -> bool:
@@ -152,6 +154,7 @@ def _nll_loss_of(
     ignore_index: int,
 ) -> Any:
     """The loss by comparisons of classes with targets: sums over pieces of the classes."""
+    self = _classes_last(self)
     # Without a check, a target out of range would match no class, and have the loss 0.
     target = CHECKED_IDS(target, self.shape[-1], ignore_index, "nll_loss")
     chosen = _chosen(self, target, ignore_index)
@@ -166,6 +169,10 @@ def _nll_loss_of(
     return (total / count if reduction == _MEAN else total), count
 
 
+def _classes_last(log_probs: torch.Tensor) -> torch.Tensor:
+    return log_probs.movedim(min(1, log_probs.dim() - 1), -1)
+
+
 def _chosen(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     classes = torch.arange(log_probs.shape[-1], device=log_probs.device)
     counted = (target != ignore_index).unsqueeze(-1)
@@ -174,17 +181,15 @@ def _chosen(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) ->
 
 def _nll_loss_backward(case: Case) -> Answer | Expansion:
     log_probs: Operand = case["self"]
+    dims, batch, classes = _dims(log_probs)
     weight = operand(case, "weight")
-    if case.has_cut(log_probs, len(log_probs.shape) - 1) or case.has_cut(weight, 0):
-        cut = log_probs.cuts[-1]
+    if case.has_cut(log_probs, classes) or case.has_cut(weight, 0):
+        cut = log_probs.cuts[classes]
         return counting(partial(_nll_loss_backward_of, weight is not None), cut)
-    batch, sizes = _batch(log_probs)
     gradient = batch if case["reduction"] == _NONE else ()
-    operands = [gradient, (*batch, ("c",)), batch]
-    operands += [(("c",),)] if weight is not None else []
-    keep = {"c": "has the entry of the target"}
-    result = (*batch, ("c",))
-    return solve(case, Factors((*operands, ()), (result,), sizes, each(0), keep))
+    operands = (gradient, dims, batch, *([(("c",),)] if weight is not None else []), ())
+    sizes = sizes_of([dims], [log_probs.shape])
+    return solve(case, Factors(operands, (dims,), sizes, each(0), _KEEP))
 
 
 def _nll_loss_backward_of(
@@ -200,61 +205,18 @@ def _nll_loss_backward_of(
 ) -> torch.Tensor:
     wide = accumulated(grad_output)
     scaled = wide / total_weight if reduction == _MEAN else wide
-    class_weights = self.new_ones(self.shape[-1:]) if not weighted else weight
+    log_probs = _classes_last(self)
+    class_weights = log_probs.new_ones(log_probs.shape[-1:]) if not weighted else weight
     spread = scaled.unsqueeze(-1) if reduction == _NONE else scaled
-    return torch.where(_chosen(self, target, ignore_index), -spread * class_weights, 0)
-
-
-def _nll_loss_2d(case: Case) -> Answer | Expansion:
-    """As `_nll_loss`, with classes in the second dimension."""
-    log_probs: Operand = case["self"]
-    weight = operand(case, "weight")
-    if case.has_cut(log_probs, 1) or case.has_cut(weight, 0):
-        return counting(partial(_nll_loss_2d_of, weight is not None), log_probs.cuts[1])
-    if _is_cut(case) and (case["reduction"] == _MEAN or _adds_rounded(case)):
-        return Expansion(partial(_summed, case.target))
-    batch, image, sizes = _pixels(log_probs)
-    operands = (image, batch, *([(("c",),)] if weight is not None else []))
-    if case["reduction"] == _NONE:
-        return _unreduced(case, operands, batch, sizes)
-    keep = {"c": "has the entry of the target"}
-    return solve(case, Factors(operands, ((), ()), sizes, (), keep))
-
-
-def _pixels(log_probs: Operand) -> tuple[Dims, Dims, dict[str, int]]:
-    """The dimensions of the targets, and of the images of classes; the sizes of the factors."""
-    batch: Dims = (("n",), ("h",), ("w",))
-    image: Dims = (("n",), ("c",), ("h",), ("w",))
-    return batch, image, dict(zip("nchw", log_probs.shape, strict=True))
-
-
-def _nll_loss_2d_of(weighted: bool, *, self: torch.Tensor, **arguments: Any) -> Any:
-    return _nll_loss_of(weighted, self=self.movedim(1, -1), **arguments)
-
-
-def _nll_loss_2d_backward(case: Case) -> Answer | Expansion:
-    log_probs: Operand = case["self"]
-    weight = operand(case, "weight")
-    if case.has_cut(log_probs, 1) or case.has_cut(weight, 0):
-        return counting(partial(_nll_loss_2d_backward_of, weight is not None), log_probs.cuts[1])
-    batch, image, sizes = _pixels(log_probs)
-    gradient = batch if case["reduction"] == _NONE else ()
-    operands = [gradient, image, batch, *([(("c",),)] if weight is not None else []), ()]
-    keep = {"c": "has the entry of the target"}
-    return solve(case, Factors(tuple(operands), (image,), sizes, each(0), keep))
-
-
-def _nll_loss_2d_backward_of(
-    weighted: bool, *, self: torch.Tensor, **arguments: Any
-) -> torch.Tensor:
-    return _nll_loss_backward_of(weighted, self=self.movedim(1, -1), **arguments).movedim(-1, 1)
+    chosen = _chosen(log_probs, target, ignore_index)
+    return torch.where(chosen, -spread * class_weights, 0).movedim(-1, min(1, self.dim() - 1))
 
 
 RULES: Mapping[object, Rule] = {
     _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.nll_loss_backward.default: _nll_loss_backward,
-    _ATEN.nll_loss2d_forward.default: _nll_loss_2d,
-    _ATEN.nll_loss2d_backward.default: _nll_loss_2d_backward,
+    _ATEN.nll_loss2d_forward.default: _nll_loss,
+    _ATEN.nll_loss2d_backward.default: _nll_loss_backward,
     **dict.fromkeys(
         (
             *(_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default, _ATEN.huber_loss.default),
