@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...method.recurrence.alignments import CTC_LOSS, CTC_LOSS_BACKWARD
 from ...method.recurrence.loop_operators import (
@@ -12,7 +12,7 @@ from ...method.recurrence.loop_operators import (
     STEP_SUMS,
 )
 from .cases import Answer, Case, Operand, Rule, Shape, tensors
-from .factors import Dim, Dims, Factors, Linear, each, jointly
+from .factors import Dim, Dims, Factors, Linear, each, jointly, sizes_of
 from .solution import solve
 
 _ROWS: Dim = ("b",)
@@ -32,27 +32,25 @@ def _operands(case: Case) -> Iterator[tuple[Dims, Shape]]:
             yield _dims(own, operand.shape), operand.shape
 
 
-def _solved(case: Case, results: tuple[Dims, ...], linear: Linear) -> Answer:
-    """Lay an op out by its rows."""
-    shapes = [(dims, case.shape(index)) for index, dims in enumerate(results)]
-    sizes = {
-        factor: size
-        for dims, shape in (*_operands(case), *shapes)
-        for (factor,), size in zip(dims, shape, strict=True)
-    }
+def _solved(
+    case: Case, shapes: Iterable[tuple[Dims, Shape]], results: tuple[Dims, ...], linear: Linear
+) -> Answer:
+    """Lay an op out by its rows; `shapes` are those of its operands."""
+    operands, known = zip(*shapes, strict=True)
+    all_dims = (*operands, *results)
+    sizes = sizes_of(all_dims, (*known, *(case.shape(i) for i in range(len(results)))))
     keep = dict.fromkeys(sizes.keys() - {"b"}, "is needed whole in a loop over time")
-    operands = tuple(dims for dims, _ in _operands(case))
     return solve(case, Factors(operands, results, sizes, linear, keep))
 
 
 def _loop(case: Case) -> Answer:
-    return _solved(case, _results(case), ())
+    return _solved(case, _operands(case), _results(case), ())
 
 
 def _gradients(case: Case) -> Answer:
     """Linear in the gradients together."""
     count = sum(isinstance(gradient, Operand) for gradient in case["gradients"])
-    return _solved(case, _results(case), jointly(*range(count)))
+    return _solved(case, _operands(case), _results(case), jointly(*range(count)))
 
 
 def _results(case: Case) -> tuple[Dims, ...]:
@@ -62,7 +60,7 @@ def _results(case: Case) -> tuple[Dims, ...]:
 def _sum_of_steps(case: Case) -> Answer:
     """Gradients of weights: where rows are cut, each rank has a summand."""
     result = _dims("weight", case.shape())
-    return _solved(case, (result,), each(0))
+    return _solved(case, _operands(case), (result,), each(0))
 
 
 _ALIGNED: Mapping[str, Dims] = {
@@ -82,20 +80,13 @@ def _alignment_backward(case: Case) -> Answer:
     return _aligned(case, ("log_probs",), each(0))
 
 
-def _aligned(case: Case, results: tuple[str, ...], linear: Linear) -> Answer:
-    operands = [
-        (_ALIGNED[name], value)
+def _aligned(case: Case, results: Sequence[str], linear: Linear) -> Answer:
+    operands = (
+        (_ALIGNED[name], value.shape)
         for name, value in case.arguments.items()
         if isinstance(value, Operand)
-    ]
-    shapes = [(dims, operand.shape) for dims, operand in operands]
-    shapes += [(_ALIGNED[name], case.shape(index)) for index, name in enumerate(results)]
-    sizes = {
-        factor: size for dims, shape in shapes for (factor,), size in zip(dims, shape, strict=True)
-    }
-    keep = dict.fromkeys(sizes.keys() - {"b"}, "is needed whole in a loop over time")
-    own = tuple(_ALIGNED[name] for name in results)
-    return solve(case, Factors(tuple(dims for dims, _ in operands), own, sizes, linear, keep))
+    )
+    return _solved(case, operands, tuple(_ALIGNED[name] for name in results), linear)
 
 
 RULES: Mapping[object, Rule] = {

@@ -90,7 +90,7 @@ def _solved(case: Case, results: tuple[Dims, ...], linear: Linear) -> Answer:
         LayoutError: the plan asks for another form than a gather.
     """
     operands = tuple(_operands(case))
-    sizes = _sizes(case)
+    sizes = factor_sizes(case)
     for dims, shape in operands:
         sizes |= {dim[0]: n for dim, n in zip(dims, shape, strict=True) if len(dim) == 1}
     keep = dict.fromkeys(sizes.keys() - {"b", "g", "r"}, "is needed whole in flex_attention")
@@ -137,7 +137,8 @@ def _exchangeable(case: Case) -> Iterator[int]:
             yield index
 
 
-def _sizes(case: Case) -> dict[str, int]:
+def factor_sizes(case: Case) -> dict[str, int]:
+    """The sizes of the factors of queries, keys and values."""
     (batch, heads, rows, entries), keys, values = (case[n].shape for n in ("query", "key", "value"))
     groups = keys[1]
     sizes = {"b": batch, "g": groups, "r": heads // max(groups, 1), "s": rows, "e": entries}

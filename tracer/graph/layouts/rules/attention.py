@@ -43,6 +43,7 @@ from ..attention.attention_ring import (
     backward_of_ring,
     forward_of_ring,
 )
+from ..attention.flex_rules import factor_sizes
 from ..cases import Answer, Case, Expansion, Local, LocalOp, Operand, Rule, Shape, whole
 from ..cuts import CutProduct, count, is_interval, spread
 from ..factors import Dim, Dims, Factors, each
@@ -352,7 +353,7 @@ def _solved(
         by: "pieces" of batch and heads, "rows" or "heads" of a cut sequence.
         local: what a rank runs by rows.
     """
-    sizes = _sizes(case)
+    sizes = factor_sizes(case)
     names: dict[str, int] = {}
     operands = tuple(_operands(case, names))
     dropped = float(case["dropout_p"] or 0.0) > 0 and "columns" not in case.arguments
@@ -398,13 +399,6 @@ def _local(run: Local, op: LocalOp) -> Any:
     return run(op)
 
 
-def _sizes(case: Case) -> dict[str, int]:
-    (batch, heads, rows, entries), keys, values = (case[n].shape for n in ("query", "key", "value"))
-    groups = keys[1]
-    sizes = {"b": batch, "g": groups, "r": heads // max(groups, 1), "s": rows, "e": entries}
-    return sizes | {"t": keys[2], "f": values[3]}
-
-
 def _operands(case: Case, names: dict[str, int]) -> Iterator[Dims]:
     """The dimensions of each operand; factors that only one operand has are added to `names`."""
     for name, value in case.arguments.items():
@@ -431,7 +425,7 @@ def _statistics(case: Case, shape: Shape) -> Dims:
 
 
 def _bias(case: Case, value: Operand) -> Dims:
-    sizes = _sizes(case)
+    sizes = factor_sizes(case)
     full = (("b",), _HEADS, ("s",), ("t",))
     lengths = (sizes["b"], sizes["g"] * sizes["r"], sizes["s"], sizes["t"])
     first = 4 - len(value.shape)
