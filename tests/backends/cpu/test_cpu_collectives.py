@@ -98,33 +98,16 @@ def test_large_all_reduce_gives_the_same_bits(numel: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("op", "shape"), [(AllGather, (2, 3)), (ReduceScatter, (6, 3)), (AllToAll, (3, 6))]
+)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_all_gather(dim: int) -> None:
-    type_ = TensorType(DType.F32, (2, 3))
+def test_collectives_along_a_dimension(op: Any, shape: tuple[int, ...], dim: int) -> None:
+    type_, collective = TensorType(DType.F32, shape), op(group=PLACE, dim=dim)
     values = inputs(type_)
-    expected = outcomes(AllGather(group=PLACE, dim=dim).exchange, values)
+    expected = outcomes(collective.exchange, values)
     result = TensorType(DType.F32, tuple(expected[0].shape))
-    got = run_collective(AllGather(group=PLACE, dim=dim), values, lambda _: type_, result)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_reduce_scatter(dim: int) -> None:
-    type_ = TensorType(DType.F32, (6, 3))
-    values = inputs(type_)
-    expected = outcomes(ReduceScatter(group=PLACE, dim=dim).exchange, values)
-    result = TensorType(DType.F32, tuple(expected[0].shape))
-    got = run_collective(ReduceScatter(group=PLACE, dim=dim), values, lambda _: type_, result)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_all_to_all(dim: int) -> None:
-    type_ = TensorType(DType.F32, (3, 6))
-    values = inputs(type_)
-    expected = outcomes(AllToAll(group=PLACE, dim=dim).exchange, values)
-    result = TensorType(DType.F32, tuple(expected[0].shape))
-    got = run_collective(AllToAll(group=PLACE, dim=dim), values, lambda _: type_, result)
+    got = run_collective(collective, values, lambda _: type_, result)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 

@@ -10,25 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import cg
 from cg.ir.layout import Cut
 from cg.tracer.graph.autodiff.recomputation import Recompute
-from cg.tracer.graph.layouts.attention.attention_blocks import block_products
 from cg.tracer.graph.layouts.attention.attention_forms import Sizes, best, estimates
 from cg.tracer.graph.layouts.attention.attention_ring import BACKWARDS, FORWARDS
-from cg.tracer.graph.layouts.propagation.partition import Partition, partition
-from cg.tracer.graph.layouts.propagation.propagate import propagate
+from cg.tracer.graph.layouts.propagation.partition import Partition
 from cg.tracer.graph.layouts.propagation.sections import SectionCutter
-from cg.tracer.graph.layouts.versions import End
 
 from ...sampling import examples
 from .joint_tools import compare
 from .self_attention import MASKS, WIDTH, SelfAttention
-from .simulation import Run, layout, mesh
-from .test_sequences import cudnn, efficient, flash, received
+from .simulation import Run, mesh
+from .test_sequences import cudnn, efficient, flash, on_gpus, received
 
 
 def run_of(
@@ -139,12 +134,12 @@ def test_ranks_do_equal_work_in_zigzag_order(form: str, ranks: int, length: int)
 
 @pytest.mark.parametrize("order", ["", "~"])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 9), (3, 13), (4, 40)])
-def test_the_estimate_of_work_is_what_parts_do(order: str, ranks: int, length: int) -> None:
+def test_a_rank_computes_the_pairs_that_its_rows_see(order: str, ranks: int, length: int) -> None:
     forward, _ = sections(run_of("ring", order, ranks=ranks, length=length))
     cut = Cut(("cp",), zigzag=bool(order))
     pieces = [cut.piece(length, {"cp": (rank, ranks)}) for rank in range(ranks)]
-    counted = [sum(block_products(mine, keys, True) for keys in pieces) for mine in pieces]
-    assert work(forward, ranks) == counted
+    seen = [sum(row + 1 for run in piece for row in range(*run)) for piece in pieces]
+    assert work(forward, ranks) == seen
 
 
 def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
@@ -171,27 +166,13 @@ def test_a_backward_keeps_no_blocks_of_others() -> None:
     assert not any(cut.shift for version in backward.takes for cut in version.layout.cuts)
 
 
-def on_gpus(kernel: Any, rows: int, ranks: int, masked: bool = False) -> list[str]:
-    """What travels in the ring of a kernel of GPUs, whose pieces have fakes on them."""
-    with FakeTensorMode():
-        tensors = [torch.empty(2, 4, rows, 16, device="cuda").bfloat16() for _ in range(4)]
-        if masked:
-            tensors.append(torch.empty(2, 1, rows, rows, device="cuda").bfloat16())
-        graph = make_fx(kernel)(*tensors).graph
-    given = dict.fromkeys([*graph.find_nodes(op="placeholder")][:4], layout("-,-,cp~,-"))
-    ends = [End(None, True)] * 4
-    propagation = propagate(graph, mesh(cp=ranks), given, ends=ends, attention="ring")
-    partition(propagation)  # a piece that has not the shape of its layout is an error
-    return [t.change.value for t in propagation.transfers if t.change.communicates]
-
-
 @pytest.mark.parametrize("kernel", [efficient, flash, cudnn])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_kernels_of_gpus(kernel: Any, ranks: int) -> None:
     steps = 2 * (ranks - 1)
-    assert on_gpus(kernel, 64, ranks) == ["reshard"] * 2 * steps
+    assert on_gpus(kernel, 64, ranks, ring=True) == ["reshard"] * 2 * steps
     if kernel is efficient:
-        assert on_gpus(kernel, 64, ranks, masked=True) == ["reshard"] * 2 * steps
+        assert on_gpus(kernel, 64, ranks, masked=True, ring=True) == ["reshard"] * 2 * steps
 
 
 def masked(x: Tensor, bias: Tensor) -> Tensor:

@@ -140,16 +140,19 @@ def cudnn(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return out, backward(gradient, q, k, v, *known, *seen, 0.0, True)
 
 
-def laid_out(kernel: Any, rows: int, ranks: int, masked: bool = False) -> list[str]:
-    """What travels for a kernel of GPUs, whose pieces have fakes on them."""
+def on_gpus(
+    kernel: Any, rows: int, ranks: int, masked: bool = False, ring: bool = False
+) -> list[str]:
+    """What travels for a kernel of GPUs, whose pieces have fakes on them; or in its ring."""
     with FakeTensorMode():
         tensors = [torch.empty(2, 4, rows, 16, device="cuda").bfloat16() for _ in range(4)]
         if masked:
             tensors.append(torch.empty(2, 1, rows, rows, device="cuda").bfloat16())
         graph = make_fx(kernel)(*tensors).graph
-    given = dict.fromkeys([*graph.find_nodes(op="placeholder")][:4], layout("-,-,cp,-"))
+    cut, attention = ("cp~", "ring") if ring else ("cp", None)
+    given = dict.fromkeys([*graph.find_nodes(op="placeholder")][:4], layout(f"-,-,{cut},-"))
     ends = [End(None, True)] * 4
-    propagation = propagate(graph, mesh(cp=ranks), given, ends=ends)
+    propagation = propagate(graph, mesh(cp=ranks), given, ends=ends, attention=attention)
     partition(propagation)  # a piece that has not the shape of its layout is an error
     changes = (transfer.change for transfer in propagation.transfers)
     return [change.value for change in changes if change.communicates]
@@ -157,14 +160,14 @@ def laid_out(kernel: Any, rows: int, ranks: int, masked: bool = False) -> list[s
 
 @pytest.mark.parametrize("kernel", [efficient, flash, cudnn])
 def test_kernels_of_gpus(kernel: Any) -> None:
-    assert laid_out(kernel, 64, 3) == ["gather", "gather", "reduce", "reduce"]
-    assert laid_out(kernel, 64, 2) == ["reshard"] * 8
+    assert on_gpus(kernel, 64, 3) == ["gather", "gather", "reduce", "reduce"]
+    assert on_gpus(kernel, 64, 2) == ["reshard"] * 8
 
 
 def test_statistics_that_a_kernel_pads() -> None:
-    assert laid_out(efficient, 64, 2, masked=True) == ["gather", "gather", "reduce", "reduce"]
+    assert on_gpus(efficient, 64, 2, masked=True) == ["gather", "gather", "reduce", "reduce"]
     with pytest.raises(cg.LayoutError, match="70 rows are cut, and the kernel pads") as caught:
-        laid_out(efficient, 70, 2, masked=True)
+        on_gpus(efficient, 70, 2, masked=True)
     assert caught.value.remedy.startswith("pad sequences to a multiple of 32 tokens")
 
 

@@ -134,25 +134,6 @@ def at_once(op: LocalOp) -> Any:
     return op.run(**_indices(op))
 
 
-def block_products(rows: Intervals, keys: Intervals, is_causal: bool) -> int:
-    """The pairs of a row and a key for which a rank computes a product.
-
-    Args:
-        rows: the indices of the rank's rows.
-        keys: the indices of the keys that it has.
-        is_causal: whether a row sees the keys up to its own alone. A causal block is counted with
-            the pairs that it needs.
-    """
-    total = 0
-    for run in _seen(rows, keys) if is_causal else _all_of(rows, keys):
-        for block in run.blocks:
-            columns = block.keys[1] - block.keys[0]
-            short = min(block.length, columns)
-            skipped = short * (short - 1) // 2 if block.is_causal else 0
-            total += block.length * columns - skipped
-    return total
-
-
 def _runs(op: LocalOp) -> Iterator[_RunOfRows]:
     """The runs of the rank's rows, in order, which its result is made of."""
     rows, keys = _region_of(op, "query")[_ROWS], _region_of(op, "key")[_ROWS]
