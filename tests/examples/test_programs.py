@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,18 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
 from ..stages import TrainedStage
+from ..worlds import virtual_world
 
 RANKS, WIDTH = 4, 8
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(RANKS)):
-        yield
+_world = virtual_world(RANKS)
 
 
 def training(stages: list[Any]) -> cg.Step:

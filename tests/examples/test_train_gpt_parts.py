@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
 from ..mpi.jobs import ROOT
 
@@ -22,15 +19,13 @@ import checkpoints
 import train_gpt
 from train_gpt import Config, Stage, cut, homes
 
+from ..worlds import virtual_world
+
 CONFIG = Config(layers=4, width=12)
 STEP: Any = cg.trace(lambda x: x)
 """Has a state, as a compiled step."""
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def stages(number: int, layers: int = 4) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cg.launch.pictures.model import WorkKind
 from cg.launch.world.world import use_world
 
 from ..stages import TrainedStage
+from ..worlds import virtual_world
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,10 +32,7 @@ class Speaker:
         return " ".join(words)
 
 
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+world = virtual_world(2)
 
 
 def training() -> Compiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -10,16 +9,12 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.launch.api.compile_options import CompileOptions
 from cg.launch.runtime.agreement import text_of
-from cg.launch.world.world import use_world
 
+from ..worlds import virtual_world
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 @cg.trace

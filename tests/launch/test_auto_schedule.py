@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ from cg.launch.world.world import use_world
 
 from ..stages import TrainedStage
 from ..tracer.groups.training import Block, Model, batch, step_of
+from ..worlds import virtual_world
 
-
-@pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+two_ranks = virtual_world(2)
 
 
 @cg.actor

@@ -23,6 +23,7 @@ from cg.tracer.record.step import describe_inputs
 from cg.tracer.torch_modes import Ambient
 
 from ..sampling import examples
+from ..worlds import virtual_world
 
 X = torch.arange(6.0).reshape(2, 3)
 WIDE = torch.ones(2, 4)
@@ -49,10 +50,7 @@ class Default:
         return "a default"
 
 
-@pytest.fixture(autouse=True)
-def a_world_of_two() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+a_world_of_two = virtual_world(2)
 
 
 def scaled() -> cg.Step:

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,20 @@ from torch import Tensor, nn
 
 import cg
 from cg.backends.fusion import fuse
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect
 from cg.ir.text.parser import parse_module
 from cg.ir.text.printer import format_module
-from cg.launch.world.world import use_world
 from cg.tracer.graph.autodiff.products import ADD_PRODUCT
 from tests.backends.memory import peak_of
+
+from ..worlds import virtual_world
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
 )
 M, WIDTH = 2, 8
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 @pytest.fixture

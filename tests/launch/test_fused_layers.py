@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,14 +20,12 @@ from cg.launch.world.world import use_world
 from cg.tracer.graph.autodiff.products import ADD_PRODUCT
 from cg.tracer.graph.codegen.bodies import Compiler
 
+from ..worlds import virtual_world
+
 LAYERS, WIDTH = 8, 8
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(1)):
-        yield
+_world = virtual_world(1)
 
 
 @pytest.fixture

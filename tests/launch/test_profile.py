@@ -16,14 +16,13 @@ import cg
 from cg.backends.program.code import Code
 from cg.backends.program.instructions import Instruction
 from cg.backends.program.tracing import InstructionLog, device_ranges
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
 from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.model import WorkKind
-from cg.launch.world.world import use_world
 from tests.mpi.profile_job import check_trace, events_of
 
 from ..stages import TrainedStage
+from ..worlds import virtual_world
 
 
 @cg.actor
@@ -37,10 +36,7 @@ class Speaker:
         return f"{text} {self.word}"
 
 
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+world = virtual_world(2)
 
 
 def training(name: str = "step") -> Compiled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn, optim
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.layout import whole
 from cg.launch.checkpoints.tensor_files import TensorFile
-from cg.launch.world.world import use_world
+
+from ..worlds import virtual_world
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -82,11 +82,7 @@ ELEMENTWISE: dict[str, Maker] = {
 OTHERS: dict[str, Maker] = {"adafactor": partial(optim.Adafactor, lr=0.05)}
 PLAN = {"loss(x)": cg.cut(0, "dp")}
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def on_mesh(make: Maker) -> Any:

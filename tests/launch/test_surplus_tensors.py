@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ..worlds import virtual_world
 
 
 @cg.actor
@@ -37,10 +36,7 @@ class Net(nn.Module):
         return self.down(self.up(x))
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def updated(rank: int) -> cg.ActorHandle:

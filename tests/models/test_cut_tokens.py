@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Collective
-from cg.launch.world.world import use_world
 
 pytest.importorskip("transformers")
 
+from ..worlds import virtual_world
 from .cut_tokens import FAMILIES, Shape, compiled, decoder, hold_against_one_process
 
 SLOW = pytest.mark.slow
 IN_FLOAT32 = ("gemma", "mixtral", "qwen2_moe")
 """Families whose norms or routers compute in float32, whatever the model is in."""
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1)
 
 
 @pytest.mark.parametrize(

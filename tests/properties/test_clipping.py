@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ..worlds import virtual_world
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -173,13 +173,7 @@ def assert_same(one: Sequence[Any], other: Sequence[Any], tolerance: float) -> N
                 torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(P)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(P, threads=1, scope="module")
 
 
 @pytest.fixture(scope="module")

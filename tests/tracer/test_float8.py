@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 from cg.tracer.graph.codegen.bodies import GraphBody
 from cg.tracer.method.float8.formula import FLOAT8_MM, quantised, scales
 from cg.tracer.values.float8_layers import Float8Recipe, unsupported
 
+from ..worlds import virtual_world
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def cast(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ State that changes between a forward and its backward, and results of opaque met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ..worlds import virtual_world
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 @cg.actor

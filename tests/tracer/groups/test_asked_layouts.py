@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ...worlds import virtual_world
 
 
 @cg.actor
@@ -37,10 +37,7 @@ class Sorter(nn.Module):
         return cg.layout(x, cg.cut(0, "tp") & cg.cut(1, "tp"))
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(4)):
-        yield
+_world = virtual_world(4)
 
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
+from ...worlds import virtual_world
 from .dropout_training import FORMS, MESHES, check
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1)
 
 
 MASKS = ("causal", "window", "documents", "padding")

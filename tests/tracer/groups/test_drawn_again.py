@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
 from ...sampling import examples
+from ...worlds import virtual_world
 
 WIDTH = 4
 LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -85,11 +84,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     ),
 }
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(4)):
-        yield
+_world = virtual_world(4)
 
 
 def trained(place: str, how: str, layers: tuple[str, ...], rows: int) -> list[list[Tensor]]:

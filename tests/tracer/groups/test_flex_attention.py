@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
-from cg.launch.world.world import use_world
 from cg.passes.schedules import names
 from cg.tracer.values.plan import AttentionForm
 
+from ...worlds import virtual_world
 from ..test_models import causal_lm
 from .training import HEADS, HOMES, WIDTH, Model, RecordingStage, train
 
@@ -92,14 +91,7 @@ MESHES: dict[str, Callable[[], tuple[Mesh, ...]]] = {
     "pp2-dp2-cp2": lambda: cg.mesh(pp=2, dp=2, cp=2, tp=1).unbind("pp"),
 }
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1)
 
 
 SLOW = pytest.mark.slow

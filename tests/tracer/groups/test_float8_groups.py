@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Traffic
 from cg.ir.ops import AllReduce, Call, Collective
 from cg.ir.ops.module import Module
 from cg.ir.types import DType, TensorType, promised, tensor_bytes
-from cg.launch.world.world import use_world
 from cg.tracer.method.float8.eager import computing_in_float8
 from cg.tracer.values.float8_layers import Float8Use
 
 from ...sampling import examples
+from ...worlds import virtual_world
 from . import training
 from .training import HOMES, ROWS, TOWER_PLAN, Model, RecordingStage, batch, plain_step, train
 
@@ -30,14 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 SIZE = 16
 STORE = cg.cut(0, "dp")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1, scope="module")
 
 
 class Pair(nn.Module):

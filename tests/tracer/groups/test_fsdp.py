@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Traffic
 from cg.ir.ops import Call, Collective, Transfer
 from cg.ir.ops.module import Module
 from cg.ir.text.diagnostics import IRError
 from cg.ir.types import Mesh, promised, tensor_bytes
 from cg.ir.verify.verifier import verify
-from cg.launch.world.world import use_world
 from cg.passes.frontend.fsdp import Fsdp
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
 
+from ...worlds import virtual_world
 from .training import (
     WIDTH,
     Block,
@@ -40,14 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 
 STORE = cg.cut(0, "dp")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1, scope="module")
 
 
 def two(dp: int, tp: int = 1) -> tuple[Mesh, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,28 +10,20 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect, Traffic
 from cg.ir.ops import Call, Collective, Free, Op, Wait
 from cg.ir.ops.module import Module, Program
 from cg.ir.text.printer import format_module
-from cg.launch.world.world import use_world
 from cg.tracer.values.gradient_buckets import BUCKET, Buckets
 
+from ...worlds import virtual_world
 from .training import Block, Model, Tower, batch, meshes, step_of, train
 
 ROWS = {"forward(x)|loss(h)|loss(y)": cg.cut(0, "dp")}
 PAIR = 4 * 2 * 8 * 16
 """Bytes of the gradients of a pair of layers of `Tower`."""
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1, scope="module")
 
 
 def tower(bucket_bytes: int = PAIR, depth: int = 3, **on: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ...worlds import virtual_world
 
 
 @cg.actor
@@ -48,10 +48,7 @@ class Layer(nn.Module):
         return x
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(4)):
-        yield
+_world = virtual_world(4)
 
 
 X = torch.ones(4, 4)

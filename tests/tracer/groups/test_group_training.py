@@ -6,7 +6,6 @@ another order are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +16,8 @@ from torch import nn
 
 import cg
 from cg.backends.fusion import fuse
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
+from ...worlds import virtual_world
 from .training import (
     HOMES,
     PLANS,
@@ -46,14 +44,7 @@ pytestmark = pytest.mark.timeout(120)
 
 MESHES = ["dp", "tp", "dp-tp", "tp-dp", "pp-dp-tp", "3+1", "overlap"]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1, scope="module")
 
 
 def chain(cls: type[Any], count: int, *args: Any) -> Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
 from ...sampling import examples
+from ...worlds import virtual_world
 
 WIDTH = 4
 USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
@@ -71,10 +70,7 @@ class Indexing(nn.Module):
         return (made * weights).sum()
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(4)):
-        yield
+_world = virtual_world(4)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Transfer
 from cg.ir.ops.clone import clone
 from cg.ir.ops.module import Module, Program
 from cg.ir.text.diagnostics import IRError
 from cg.ir.types import TensorType
 from cg.ir.verify.verifier import verify
-from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
 from cg.tracer.values.plan import AttentionForm
 
+from ...worlds import virtual_world
 from .training import (
     PLANS,
     Attention,
@@ -56,14 +53,7 @@ CASES: list[tuple[type[Any], str, bool, AttentionForm | None]] = [
 """A class of stages, their meshes, whether parameters are stored in pieces, and the form of
 attention."""
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1)
 
 
 def traced(

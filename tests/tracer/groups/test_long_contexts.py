@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
-import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
-from cg.launch.world.world import use_world
 from cg.tracer.values.plan import AttentionForm
 
+from ...worlds import virtual_world
 from .training import Attention, Model, train
 
 FORMS: dict[str, tuple[AttentionForm | None, Literal["rows", "zigzag"]]] = {
@@ -47,14 +45,7 @@ MESHES: dict[str, Callable[[], tuple[Mesh, ...]]] = {
     "3-and-1": lambda: (cg.mesh(dp=1, cp=3, tp=1), cg.mesh([3], dp=1, cp=1, tp=1)),
 }
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(8)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(8, threads=1)
 
 
 @pytest.mark.grid(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 
 from ...sampling import examples
+from ...worlds import virtual_world
 
 CHANNELS = 4
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -89,11 +88,7 @@ ROWS = {"forward(x)|loss(x)|at_rest(x)|frozen(x)|twice(x)": cg.cut(0, "dp")}
 CUT = {**ROWS, "stem.*": cg.cut(0, "tp"), "head.weight": cg.cut(1, "tp")}
 """Rows along `dp`, channels along `tp`."""
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(6)):
-        yield
+_world = virtual_world(6)
 
 
 def plan_of(module: nn.Module) -> dict[str, Any]:

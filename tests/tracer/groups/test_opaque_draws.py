@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.layout import Cut, Layout
-from cg.launch.world.world import use_world
 from cg.tracer.function.groups.pieces_only import as_in_one_process
 from cg.tracer.values.pieces import PieceMemory
 from tests.sampling import examples
+
+from ...worlds import virtual_world
 
 Work = Callable[["Net"], Any]
 
@@ -87,10 +87,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.arange(8) % 4
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def gradient(net: Net) -> Tensor:

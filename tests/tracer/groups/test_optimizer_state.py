@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from cg.tracer.values.optimizer_state import move
+
+from ...worlds import virtual_world
 
 
 class Sums(torch.optim.Optimizer):
@@ -70,11 +71,7 @@ PLACES: dict[str, tuple[dict[str, int], dict[str, Any], Any]] = {
 }
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(3)):
-        yield
+_world = virtual_world(3)
 
 
 def on(name: str, **how: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.layout import Cut, Layout, Region
-from cg.launch.world.world import use_world
 from cg.tracer.function.groups.pieces_only import as_in_one_process
 from cg.tracer.graph.layouts.rules.pointwise import is_entrywise
 from cg.tracer.sampled import until_next
 from cg.tracer.values.pieces import PieceMemory, piece
 from tests.sampling import examples
+
+from ...worlds import virtual_world
 
 Work = Callable[["Net"], Any]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -95,10 +95,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.arange(8) % 4
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(2)):
-        yield
+_world = virtual_world(2)
 
 
 def gradient(net: Net) -> Tensor:

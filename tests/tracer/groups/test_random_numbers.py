@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
 from tests.sampling import examples
 
+from ...worlds import virtual_world
 from .training import WIDTH, assert_close, cut_out, region_of
 
 Draw = Callable[[Tensor], Tensor]
@@ -54,11 +53,7 @@ PLAN = {
     "*.down.weight": cg.cut(1, "tp"),
 }
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(6)):
-        yield
+_world = virtual_world(6)
 
 
 class Pair(nn.Module):

@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
-from cg.launch.world.world import use_world
 from cg.tracer.values.gradient_buckets import BUCKET
 from cg.tracer.values.plan import Sharding
 
 from ...sampling import of_shard, scale, shards
+from ...worlds import virtual_world
 from .training import (
     HEADS,
     HOMES,
@@ -213,13 +212,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(WORLD)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(WORLD, threads=1, scope="module")
 
 
 @pytest.mark.parametrize("shard", shards(SHARDS))

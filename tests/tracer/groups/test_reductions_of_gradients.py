@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call, Collective, Op, Wait
 from cg.ir.ops.module import Program
 from cg.ir.verify.communication import TimeSpan
-from cg.launch.world.world import use_world
 
+from ...worlds import virtual_world
 from .training import Block, Model, batch, meshes, step_of
 
 MICROBATCHES, STAGES = 4, 2
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(8)):
-        yield
+_world = virtual_world(8)
 
 
 def compiled(schedule: str) -> tuple[list[Any], Any]:

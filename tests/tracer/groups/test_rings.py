@@ -11,25 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Stream
 from cg.ir.ops import AllGather, Call, Recv, Send, Wait
 from cg.ir.ops.module import Module, Program
-from cg.launch.world.world import use_world
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.placement.fabrics import Fabrics
 
+from ...worlds import virtual_world
+
 WIDTH, HEADS, LENGTH = 16, 4, 13
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_world(VirtualWorld(4)):
-        yield
-    torch.set_num_threads(threads)
+_world = virtual_world(4, threads=1)
 
 
 @cg.actor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual.world import VirtualWorld
-from cg.launch.world.world import use_world
+
+from ...worlds import virtual_world
 
 STEPS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "up": lambda m, i, y, h: (y, torch.tanh(y @ m.up.t())),
@@ -80,11 +80,7 @@ class Copies(Memory):
 
 PLAN = {"up": cg.cut(0, "tp"), "down|rows": cg.cut(1, "tp")}
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with use_world(VirtualWorld(4)):
-        yield
+_world = virtual_world(4)
 
 
 def on(*args: Any, kind: Any = Memory, **axes: int) -> Any:
