@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import cg
 
 from ..tracer.groups.training import cut_out, region_of
+from .training import training_step
 
 VOCABULARY = 40
 SIZES: dict[str, Any] = {
@@ -146,29 +147,8 @@ def compiled(model: Any, shape: Shape) -> tuple[list[Any], cg.Compiled]:
     store = cg.cut(0, *shape.store) if shape.store else cg.whole
     make: Callable[..., Any] = TokenStage.on  # type: ignore[attr-defined]
     stages = [make(place, plan=plan, store=store)(cuts, i) for i, place in enumerate(places)]
-
-    @cg.trace
-    def step(ids: Tensor, labels: Tensor) -> Tensor:
-        lent: dict[str, Any] = {}
-        for stage, part in zip(stages, cuts, strict=True):
-            lent |= stage.lend() if part.lent else {}
-        losses = []
-        for some, known in cg.microbatches((ids, labels), 2):
-            moving = None
-            for stage, part in zip(stages, cuts, strict=True):
-                own = {name: lent[name] for name in part.borrowed}
-                if stage is stages[-1]:
-                    losses.append(stage.loss(moving, some, known, own))
-                else:
-                    moving = stage.forward(moving, some, own)
-        loss = cg.mean(losses)
-        cg.backward(loss)
-        for stage in stages:
-            stage.update()
-        return loss
-
-    schedule = cg.schedules.by_name(shape.schedule)
-    return stages, step.lower(*batch(shape.length)).compile(schedule=schedule)
+    lowered = training_step(stages, cuts).lower(*batch(shape.length))
+    return stages, lowered.compile(schedule=cg.schedules.by_name(shape.schedule))
 
 
 def hold_against_one_process(family: str, shape: Shape, tolerance: float = 1e-10) -> cg.Compiled:

@@ -20,12 +20,11 @@ from cg.tracer.function.groups import plans
 from cg.tracer.values.mesh import mesh
 from cg.tracer.values.pieces import lay_out
 
-from ..tracer.groups.training import cut_out, region_of
 from .decoder_serving import generated, generated_without_cache, serve
 from .decoders import BESIDE_ANOTHER, LENGTH, VOCABULARY, class_of, decoder
+from .training import TOLERANCE, compare, gradients_of, train_once
 
 STEPS, ROWS = 3, 4
-TOLERANCE = 1e-5
 STEEP = ("gemma4", "gemma4_unified")
 """Tiny models that learn slowly. At the usual rate they are soon so steep that plain transformers
 itself gives other gradients than within the tolerance, if it takes the rows in another order."""
@@ -69,14 +68,10 @@ def train_plainly(model: Any) -> Plain:
         loss = loss_of(model(input_ids=ids, use_cache=False), ids)
         loss.backward()
         record.losses.append(loss.item())
-        record.gradients.append(_gradients(model))
+        record.gradients.append(gradients_of(model))
         optimizer.step()
         optimizer.zero_grad()
     return record
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @cg.actor
@@ -99,7 +94,7 @@ class DecoderStage(nn.Module):
         return loss_of(self.part(moving, input_ids=ids, use_cache=False, lent=lent), ids)
 
     def update(self) -> None:
-        self.last = _gradients(self.part.model)
+        self.last = gradients_of(self.part.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -111,54 +106,15 @@ def train(
 
     @cg.trace
     def step(ids: torch.Tensor) -> torch.Tensor:
-        lent: dict[str, Any] = {}
-        for actor, stage in zip(actors, cuts, strict=True):
-            lent |= actor.lend() if stage.lent else {}
-        losses = []
-        for mine in cg.microbatches(ids, microbatches):
-            moving = None
-            for actor, stage in zip(actors, cuts, strict=True):
-                borrowed = {name: lent[name] for name in stage.borrowed}
-                if actor is actors[-1]:
-                    losses.append(actor.loss(moving, mine, borrowed))
-                else:
-                    moving = actor.forward(moving, mine, borrowed)
-        loss = cg.mean(losses)
-        cg.backward(loss)
-        for actor in actors:
-            actor.update()
-        return loss
+        return train_once(actors, cuts, ids, microbatches)  # type: ignore[no-any-return]
 
     writes = cuts.model.config.model_type in FORWARDS_FIRST
     schedule = cg.schedules.gpipe() if writes else None
     compiled = step.lower(batches()[0]).compile(schedule=schedule, dispatch=dispatch)
     for ids, loss, gradients in zip(batches(), plain.losses, plain.gradients, strict=True):
         torch.testing.assert_close(float(compiled(ids)), loss, rtol=TOLERANCE, atol=TOLERANCE)
-        _compare(actors, gradients)
+        compare(actors, gradients)
     return compiled
-
-
-def _compare(actors: list[Any], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Hold gradients against those of one process, in units of the largest of these."""
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    names: set[str] = set()
-    for actor in actors:
-        for rank, instance in actor.instances.items():
-            names |= instance.last.keys()
-            for name, mine in instance.last.items():
-                if name not in gradients:
-                    assert not mine.any(), f"{name} has a gradient, and none in one process"
-                    continue
-                region = region_of(actor, f"part.model.{name}", rank) if actor._group else None
-                torch.testing.assert_close(
-                    mine,
-                    cut_out(gradients[name], region),
-                    rtol=TOLERANCE,
-                    atol=TOLERANCE * largest,
-                    msg=lambda text, name=name: f"the gradient of {name}: {text}",
-                )
-    lost = [name for name, value in gradients.items() if name not in names and value.any()]
-    assert not lost, f"no gradient of {', '.join(lost)}"
 
 
 def two_stages(model: nn.Module, plain: Plain) -> None:
@@ -202,7 +158,7 @@ class WholeDecoder(nn.Module):
         return loss_of(self.part.model(input_ids=ids, use_cache=False), ids)
 
     def update(self) -> None:
-        self.last = _gradients(self.part.model)
+        self.last = gradients_of(self.part.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -223,7 +179,7 @@ def whole_and_sharded(model: nn.Module, plain: Plain) -> None:
 
         for ids, loss, gradients in zip(batches(), plain.losses, plain.gradients, strict=True):
             torch.testing.assert_close(float(step(ids)), loss, rtol=TOLERANCE, atol=TOLERANCE)
-            _compare([actor], gradients)
+            compare([actor], gradients)
 
 
 def saved_and_reopened(kind: str, model: nn.Module, folder: Path) -> None:

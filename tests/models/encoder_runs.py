@@ -14,18 +14,14 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from .encoders import Inputs, Kind
+from .training import TOLERANCE, compare, gradients_of, train_once
 
 STEPS, ROWS, MICROBATCHES, RATE = 2, 4, 2, 0.05
-TOLERANCE = 1e-5
 
 
 def batches(kind: Kind) -> list[Inputs]:
     generator = torch.Generator().manual_seed(1)
     return [kind.inputs(generator, ROWS) for _ in range(STEPS)]
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _halves(inputs: Inputs) -> list[Inputs]:
@@ -48,7 +44,7 @@ def train_plainly(kind: Kind, model: nn.Module) -> list[tuple[float, dict[str, t
     for inputs in batches(kind):
         loss = torch.stack([kind.loss(model(**half)) for half in _halves(inputs)]).mean()
         loss.backward()
-        record.append((loss.item(), _gradients(model)))
+        record.append((loss.item(), gradients_of(model)))
         optimizer.step()
         optimizer.zero_grad()
     return record
@@ -75,7 +71,7 @@ class EncoderStage(nn.Module):
         return self.loss_of(self.forward(moving, inputs, lent))  # type: ignore[no-any-return]
 
     def update(self) -> None:
-        self.last = _gradients(self.part.model)
+        self.last = gradients_of(self.part.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -91,61 +87,20 @@ def train_in_stages(kind: Kind, stages: int | Sequence[int]) -> None:
             EncoderStage.on(index)(kind, cuts, index, split[0][1])  # type: ignore[attr-defined]
             for index in range(len(cuts))
         ]
-        step = _step(actors, cuts)
+
+        @cg.trace
+        def step(inputs: Inputs) -> torch.Tensor:
+            return train_once(actors, cuts, inputs, MICROBATCHES)  # type: ignore[no-any-return]
+
         compiled = step.lower(split[0][0]).compile(schedule=cg.schedules.zb_h1())
         for (tensors, _), (loss, gradients) in zip(split, record, strict=True):
             torch.testing.assert_close(
                 float(compiled(tensors)), loss, rtol=TOLERANCE, atol=TOLERANCE
             )
-            _compare(actors, gradients)
+            compare(actors, gradients)
 
 
 def _split(inputs: Inputs) -> tuple[Inputs, Inputs]:
     """The tensors among a model's inputs, and the others."""
     tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     return tensors, {k: v for k, v in inputs.items() if k not in tensors}
-
-
-def _step(actors: Sequence[Any], cuts: Any) -> Any:
-    @cg.trace
-    def step(inputs: Inputs) -> torch.Tensor:
-        lent: dict[str, Any] = {}
-        for actor, stage in zip(actors, cuts, strict=True):
-            lent |= actor.lend() if stage.lent else {}
-        losses = []
-        for mine in cg.microbatches(inputs, MICROBATCHES):
-            moving = None
-            for actor, stage in zip(actors, cuts, strict=True):
-                borrowed = {name: lent[name] for name in stage.borrowed}
-                if actor is actors[-1]:
-                    losses.append(actor.loss(moving, mine, borrowed))
-                else:
-                    moving = actor.forward(moving, mine, borrowed)
-        loss = cg.mean(losses)
-        cg.backward(loss)
-        for actor in actors:
-            actor.update()
-        return loss
-
-    return step
-
-
-def _compare(actors: Sequence[Any], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Hold gradients against those of one process, in units of the largest of these."""
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    names: set[str] = set()
-    for actor in actors:
-        names |= actor.local.last.keys()
-        for name, mine in actor.local.last.items():
-            if name not in gradients:
-                assert not mine.any(), f"{name} has a gradient, and none in one process"
-                continue
-            torch.testing.assert_close(
-                mine,
-                gradients[name],
-                rtol=TOLERANCE,
-                atol=TOLERANCE * largest,
-                msg=lambda text, name=name: f"the gradient of {name}: {text}",
-            )
-    lost = [name for name, value in gradients.items() if name not in names and value.any()]
-    assert not lost, f"no gradient of {', '.join(lost)}"
