@@ -154,13 +154,7 @@ def test_products_are_added_as_soon_as_their_factors_are_there(
     """So that the graph holds none of the factors to its end, and gives none."""
     layer = Gated.on(0)()
 
-    @cg.trace
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = layer.mean(x)
-        cg.backward(loss)
-        return loss
-
-    compiled = step.lower(GIVEN).compile(fuse="graph")
+    compiled = lowered_mean(layer).compile(fuse="graph")
     backward = as_is[-1].graph
     order = {node: at for at, node in enumerate(backward.nodes)}
     adds = [node for node in order if node.target is ADD_PRODUCT]
@@ -340,6 +334,18 @@ class Gated(nn.Module):
 GIVEN = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
+def lowered_mean(layer: Any) -> Any:
+    """The step of a layer's mean and its gradients, for `GIVEN`."""
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    return step.lower(GIVEN)
+
+
 def kept(compiled: Any) -> int:
     """Bytes that a rank's program holds at most."""
     return int(compiled.memory_analysis()[0].values)
@@ -349,13 +355,7 @@ def kept(compiled: Any) -> int:
 def test_less_is_kept_for_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Gated.on(0)()
 
-    @cg.trace
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = layer.mean(x)
-        cg.backward(loss)
-        return loss
-
-    lowered = step.lower(GIVEN)
+    lowered = lowered_mean(layer)
     plain, fused = lowered.compile(), lowered.compile(fuse="graph")
     found = []
     for compiled in (plain, fused, lowered.compile(fuse="graph", passes="-fuse")):
@@ -471,13 +471,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 def test_a_fused_backward_lets_go_of_what_is_saved(alive: list[list[bool]]) -> None:
     layer = Gated.on(0)()
 
-    @cg.trace
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = layer.mean(x)
-        cg.backward(loss)
-        return loss
-
-    compiled = step.lower(GIVEN).compile(fuse="last")
+    compiled = lowered_mean(layer).compile(fuse="last")
     for _ in range(2):
         compiled(GIVEN)
     forward, backward = alive[-2:]
@@ -568,13 +562,7 @@ def test_a_backward_that_fails_leaves_gradients_and_the_step_goes_on(
     monkeypatch.setitem(fuse.FUSERS, "failing", lambda: compiler)
     layer = Gated.on(0)()
 
-    @cg.trace
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = layer.mean(x)
-        cg.backward(loss)
-        return loss
-
-    compiled = step.lower(GIVEN).compile(fuse="failing")
+    compiled = lowered_mean(layer).compile(fuse="failing")
     first = compiled(GIVEN)
     before = [torch.clone(p.grad) for p in layer.local.parameters()]
     fails[0] = True
