@@ -20,6 +20,7 @@ from .creation import zeros
 from .pointwise import operand
 
 _ATEN = torch.ops.aten
+_SCALES = ("weight", "bias")
 
 
 def _dims(
@@ -41,31 +42,21 @@ def _dims(
 
 
 def _layer_norm(case: Case) -> Answer:
+    """A norm by mean and deviation, or by the root of the mean square, with one statistic."""
     dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
-    scales = [inner for name in ("weight", "bias") if operand(case, name) is not None]
-    results = (dims, statistics, statistics)
+    scales = [inner for name in _SCALES if isinstance(case.arguments.get(name), Operand)]
+    results = (dims, *[statistics] * (len(case.shapes) - 1))
     return solve(case, Factors((dims, *scales), results, sizes, (), keep))
 
 
 def _layer_norm_backward(case: Case) -> Answer:
     dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
-    scales = [inner for name in ("weight", "bias") if operand(case, name) is not None]
-    results = _asked(case["output_mask"], (dims, inner, inner))
-    operands = (dims, dims, statistics, statistics, *scales)
+    scales = [inner for name in _SCALES if isinstance(case.arguments.get(name), Operand)]
+    mask = case["output_mask"]
+    results = _asked(mask, (dims, *[inner] * (len(mask) - 1)))
+    kept = [statistics for name in ("mean", "rstd") if name in case.arguments]
+    operands = (dims, dims, *kept, *scales)
     return solve(case, Factors(operands, results, sizes, each(0), keep))
-
-
-def _rms_norm(case: Case) -> Answer:
-    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
-    scales = [inner] if operand(case, "weight") is not None else []
-    return solve(case, Factors((dims, *scales), (dims, statistics), sizes, (), keep))
-
-
-def _rms_norm_backward(case: Case) -> Answer:
-    dims, statistics, inner, sizes, keep = _dims(case["input"], len(case["normalized_shape"]))
-    scales = [inner] if operand(case, "weight") is not None else []
-    results = _asked(case["output_mask"], (dims, inner))
-    return solve(case, Factors((dims, dims, statistics, *scales), results, sizes, each(0), keep))
 
 
 def _asked(mask: Sequence[bool], results: Sequence[Dims]) -> tuple[Dims | None, ...]:
@@ -75,7 +66,7 @@ def _asked(mask: Sequence[bool], results: Sequence[Dims]) -> tuple[Dims | None, 
 def _group_norm(case: Case) -> Answer:
     """Rows may be cut, and so may groups of channels: a piece has fewer groups."""
     dims, sizes, keep = _image(case["input"], case["group"])
-    scales = [(dims[1],) for name in ("weight", "bias") if operand(case, name) is not None]
+    scales = [(dims[1],) for name in _SCALES if operand(case, name) is not None]
     statistics = (dims[0], ("g",))
     factors = Factors((dims, *scales), (dims, statistics, statistics), sizes, (), keep)
     return solve(case, factors, local=_local_groups)
@@ -263,8 +254,8 @@ def _weight_norm_backward_of(
 RULES: Mapping[object, Rule] = {
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
-    _ATEN._fused_rms_norm.default: _rms_norm,
-    _ATEN._fused_rms_norm_backward.default: _rms_norm_backward,
+    _ATEN._fused_rms_norm.default: _layer_norm,
+    _ATEN._fused_rms_norm_backward.default: _layer_norm_backward,
     _ATEN.native_batch_norm.default: _batch_norm,
     _ATEN._native_batch_norm_legit_functional.default: _new_statistics,
     _ATEN.native_batch_norm_backward.default: _batch_norm_backward,
