@@ -1,9 +1,12 @@
-"""Small stages of pipelines, which tests of several rooms train.
+"""Small stages of pipelines, which tests of several rooms train, and what a step does with them.
 
 A test whose stage does something of its own derives from one of these, or has a class of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,3 +46,21 @@ class TrainedStage(LinearStage):
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def mean_loss(stages: Sequence[Any], batch: Any, microbatches: int) -> Any:
+    """Within a step: the mean loss of a batch that goes through all stages, and its backward.
+
+    Args:
+        batch: inputs, whose loss is the mean of the squares of outputs; or inputs and targets,
+            which the last stage's `loss` takes.
+    """
+    losses = []
+    for part in cg.microbatches(batch, microbatches):
+        h, *targets = part if isinstance(part, tuple) else (part,)
+        for stage in stages:
+            h = stage.forward(h)
+        losses.append(stages[-1].loss(h, *targets) if targets else h.square().mean())
+    loss = cg.mean(losses)
+    cg.backward(loss)
+    return loss

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cg
+from tests.stages import mean_loss
 
 from ..stages import TrainedStage
 from ..worlds import virtual_world
@@ -21,14 +22,7 @@ _world = virtual_world(RANKS)
 def training(stages: list[Any]) -> cg.Step:
     @cg.trace
     def step(x: Tensor, y: Tensor) -> Tensor:
-        losses = []
-        for mx, my in cg.microbatches((x, y), 8):
-            h = mx
-            for stage in stages:
-                h = stage.forward(h)
-            losses.append(stages[-1].loss(h, my))
-        loss = cg.mean(losses)
-        cg.backward(loss)
+        loss = mean_loss(stages, (x, y), 8)
         for stage in stages:
             stage.update()
         return loss

@@ -12,7 +12,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
-from ..stages import TrainedStage
+from ..stages import TrainedStage, mean_loss
 from ..tracer.groups.training import Block, Model, batch, step_of
 from ..worlds import virtual_world
 
@@ -48,14 +48,7 @@ def wide(drop: float = 0.0) -> tuple[list[Any], cg.Step]:
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for part in cg.microbatches(x, 8):
-            for layer in layers:
-                part = layer.forward(part)
-            losses.append(part.square().mean())
-        loss = cg.mean(losses)
-        cg.backward(loss)
-        return loss
+        return mean_loss(layers, x, 8)
 
     return layers, step
 
@@ -70,13 +63,7 @@ def lowered() -> cg.Lowered:
 
     @cg.trace
     def step(x: torch.Tensor) -> torch.Tensor:
-        losses = []
-        for part in cg.microbatches(x, 4):
-            for layer in layers:
-                part = layer.forward(part)
-            losses.append(part.square().mean())
-        loss = cg.mean(losses)
-        cg.backward(loss)
+        loss = mean_loss(layers, x, 4)
         for layer in layers:
             layer.update()
         return loss

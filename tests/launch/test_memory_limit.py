@@ -19,6 +19,8 @@ from cg.launch.world.world import use_world
 from cg.passes.memory.memory_limit import MemoryLimit
 from cg.passes.schedules import candidates
 
+from ..stages import mean_loss
+
 pytestmark = pytest.mark.timeout(300)
 
 WIDTH, TOKENS = 32, 8
@@ -76,14 +78,7 @@ class Pipe:
 
         @cg.trace
         def step(x: Tensor) -> Tensor:
-            losses = []
-            for part in cg.microbatches(x, microbatches):
-                for stage in self.stages:
-                    part = stage.forward(part)
-                losses.append(part.square().mean())
-            loss = cg.mean(losses)
-            cg.backward(loss)
-            return loss
+            return mean_loss(self.stages, x, microbatches)
 
         self.step = step
         self.lowered = step.lower(self.x)
@@ -250,14 +245,7 @@ def test_ranks_of_a_mesh_decide_together() -> None:
 
         @cg.trace
         def step(x: Tensor) -> Tensor:
-            losses = []
-            for part in cg.microbatches(x, 4):
-                for stage in stages:
-                    part = stage.forward(part)
-                losses.append(part.square().mean())
-            loss = cg.mean(losses)
-            cg.backward(loss)
-            return loss
+            return mean_loss(stages, x, 4)
 
         x = torch.randn(8, TOKENS, WIDTH)
         lowered = step.lower(x)

@@ -15,6 +15,8 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import DType
 from cg.launch.world.world import use_world
 
+from ..stages import mean_loss
+
 WIDTH = 32
 
 
@@ -36,14 +38,7 @@ def trained(dtype: torch.dtype, schedule: str = "1f1b", **options: Any) -> tuple
 
         @cg.trace
         def step(x: Tensor) -> Tensor:
-            losses = []
-            for part in cg.microbatches(x, 4):
-                for layer in layers:
-                    part = layer.forward(part)
-                losses.append(part.square().mean())
-            loss = cg.mean(losses)
-            cg.backward(loss)
-            return loss
+            return mean_loss(layers, x, 4)
 
         x = torch.randn(64, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(3))
         options["schedule"] = cg.schedules.by_name(schedule)

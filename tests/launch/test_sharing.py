@@ -18,6 +18,7 @@ from cg.launch.world.world import use_world
 from cg.passes.schedules import by_name
 
 from ..sampling import scaled
+from ..stages import mean_loss
 
 torch.set_num_threads(1)
 
@@ -119,14 +120,7 @@ def train_with(stages: list[Any], first: Calls, last: Calls) -> Callable[..., An
 
     def train(x: Tensor, y: Tensor) -> Any:
         before = [call() for call in first]
-        losses = []
-        for mx, my in cg.microbatches((x, y), 4):
-            h = mx
-            for stage in stages:
-                h = stage.forward(h)
-            losses.append(stages[-1].loss(h, my))
-        loss = cg.mean(losses)
-        cg.backward(loss)
+        loss = mean_loss(stages, (x, y), 4)
         return loss, before, [call() for call in last]
 
     return train

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import cg
 
+from ..stages import mean_loss
 from ..worlds import virtual_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,14 +81,7 @@ class ClippedStage(nn.Module):
 
 
 def forward_backward(stages: Sequence[Any], x: Tensor, y: Tensor) -> Tensor:
-    losses = []
-    for part, target in cg.microbatches((x, y), M):
-        for stage in stages:
-            part = stage.forward(part)
-        losses.append(stages[-1].loss(part, target))
-    loss = cg.mean(losses)
-    cg.backward(loss)
-    return loss
+    return mean_loss(stages, (x, y), M)
 
 
 def by_hand(stages: Sequence[Any], most: float) -> Callable[..., Tensor]:

@@ -21,6 +21,7 @@ from cg.passes.frontend.fsdp import Fsdp
 from cg.passes.manager.manager import PassManager
 from cg.passes.manager.pipelines import default_pipeline
 
+from ...stages import mean_loss
 from ...worlds import virtual_world
 from .training import (
     WIDTH,
@@ -246,13 +247,7 @@ def test_gradients_of_a_step_are_one_sum_however_many_microbatches(schedule: str
 
     def peak(count: int) -> int:
         def step(x: Tensor, y: Tensor) -> Any:
-            losses = []
-            for part, target in cg.microbatches((x, y), count):
-                for stage in stages:
-                    part = stage.forward(part)
-                losses.append(stages[-1].loss(part, target))
-            loss = cg.mean(losses)
-            cg.backward(loss)
+            loss = mean_loss(stages, (x, y), count)
             for stage in stages:
                 stage.update()
             return loss
