@@ -55,7 +55,8 @@ def cut(exchange: Exchange, value: Any, member: int) -> Any:
     """The piece of an operand that a member gets, as a view: all of it, or the member's part."""
     if exchange.cut is None:
         return value
-    return split(value, len(exchange.members), exchange.cut)[member]
+    part = _part(value, len(exchange.members), exchange.cut)
+    return value.narrow(exchange.cut, member * part, part)
 
 
 def combine(exchange: Exchange, pieces: Sequence[Any], donated: int | None = None) -> Any:
@@ -143,10 +144,19 @@ def split(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
     Raises:
         ValueError: the dimension is not a multiple of `count`.
     """
+    part = _part(tensor, count, dim)
+    return [tensor.narrow(dim, index * part, part) for index in range(count)]
+
+
+def _part(tensor: Tensor, count: int, dim: int) -> int:
+    """The length of one of `count` equal parts.
+
+    Raises:
+        ValueError: the dimension is not a multiple of `count`.
+    """
     length = tensor.shape[dim]
     if length % count:
         raise ValueError(
             f"dimension {dim} of length {length} cannot be cut into {count} equal parts"
         )
-    part = length // count
-    return [tensor.narrow(dim, index * part, part) for index in range(count)]
+    return length // count

@@ -235,7 +235,8 @@ class CpuCommunicator:
         into = {peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank}
         near = {peer for peer in channel.ranks if self._node.is_local(peer)}
         out = list(self._senders.get(channel.id, {}).items())
-        return GroupQueues(rank, channel.ranks, near, out, into, self._active, self._node.copier)
+        copier = self._node.copier
+        return GroupQueues(rank, channel.ranks, near, out, into, self._active, copier, RING_BYTES)
 
     def _check_slot(self, op: Send | Recv, channel: Channel, type_: ValueType) -> None:
         if op.slot is None:

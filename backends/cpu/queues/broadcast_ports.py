@@ -29,7 +29,7 @@ class BroadcastSendPort(CollectivePort):
     def start(self, value: Any) -> None:
         content, mark = small(value)
         if content is not None and self._group.is_idle and self._queue.send_small(content, mark):
-            self._done, self._error, self._value = True, None, value
+            self.done, self._error, self._value = True, None, value
         else:
             super().start(value)
 

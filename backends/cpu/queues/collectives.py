@@ -2,8 +2,9 @@
 
 Each sender sends to all receivers, which read in place. Reductions run in group order on every
 rank, so all ranks get the same bits. Each collective is a generator that yields while it has to
-wait. The collectives of a channel run one after the other, which keeps the order of messages the
-same on all queues.
+wait. The collectives of a channel send their messages one after the other, and end so, which keeps
+the order of messages the same on all queues. Small messages do not wait for the collective before
+to end, only for its messages to be sent. Large ones do, as each in flight takes shared memory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class GroupQueues:
         into: queues from the other members, by rank.
         active: where to register while collectives are under way.
         copier: copies large payloads.
+        room: bytes of a small message.
         entered: the collectives that are under way.
+        begun: how many of them have begun; the others wait for the last of these to send.
     """
 
     rank: int
@@ -58,7 +61,9 @@ class GroupQueues:
     into: Mapping[int, RecvQueue]
     active: Active
     copier: Copier
+    room: int
     entered: deque[CollectivePort] = field(default_factory=deque)
+    begun: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -74,19 +79,38 @@ class GroupQueues:
     def progress(self) -> None:
         """Run the collectives until they have to wait."""
         entered = self.entered
-        while entered and entered[0].advance():
+        self._begin()
+        while entered and (entered[0].done or entered[0].advance()):
             entered.popleft()
+            self.begun -= 1
+            self._begin()
         if not entered:
             self.active.pop(self, None)
+
+    def _begin(self) -> None:
+        """Begin the first collective, and those behind it that may send beside it."""
+        entered, begun = self.entered, self.begun
+        while begun < len(entered) and (
+            not begun or (entered[begun].is_small and entered[begun - 1].has_sent)
+        ):
+            entered[begun].advance()
+            begun += 1
+        self.begun = begun
 
     def reset(self) -> None:
         """Forget all collectives."""
         self.entered.clear()
+        self.begun = 0
         self.active.pop(self, None)
 
 
 class CollectivePort:
-    """The port of one collective. Its result is the receiver's own."""
+    """The port of one collective. Its result is the receiver's own.
+
+    Attributes:
+        done: whether the collective is over.
+        is_small: whether its messages are small.
+    """
 
     needs_release = False
 
@@ -95,13 +119,16 @@ class CollectivePort:
     ) -> None:
         self._group = group
         self._algorithm = _algorithm(op, group, operand, result)
+        sent = operand if operand is not None else result
+        self.is_small = isinstance(sent, TensorType) and sent.nbytes <= group.room
+        self._sends_once = not isinstance(self._algorithm, _SplitAllReduce)
         self._steps: Steps | None = None
         self._value: Any = None
-        self._done = False
+        self.done = False
         self._error: BaseException | None = None
 
     def start(self, value: Any) -> None:
-        self._done, self._error, self._value = False, None, None
+        self.done, self._error, self._value = False, None, None
         self._steps = self._algorithm.run(value)
         self._group.enter(self)
 
@@ -109,9 +136,9 @@ class CollectivePort:
         self.start(poison)
 
     def poll(self) -> bool:
-        if not self._done:
+        if not self.done:
             self._group.progress()
-        return self._done
+        return self.done
 
     def take(self) -> Any:
         if self._error is not None:
@@ -121,6 +148,11 @@ class CollectivePort:
 
     def release(self) -> None:
         """Return: nothing is held."""
+
+    @property
+    def has_sent(self) -> bool:
+        """Return whether a collective that has begun sends nothing more."""
+        return self._sends_once or self.done
 
     def advance(self) -> bool:
         """Run until the next wait; returns whether the collective is over."""
@@ -137,7 +169,7 @@ class CollectivePort:
         else:
             return False
         self._steps = None
-        self._done = True
+        self.done = True
         return True
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.queues.collectives import SPLIT_BYTES
+from cg.backends.cpu.queues.local_sender import LocalSender
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import BindError, TransportError
 from cg.backends.exchanges import outcomes
@@ -173,6 +174,31 @@ def test_collectives_in_flight_together_keep_their_order() -> None:
 
     expected = [float(3 * index + 3) for index in range(12)]
     assert run_communicators(3, [CHANNEL], body) == [expected] * 3
+
+
+@pytest.mark.parametrize(("numel", "messages"), [(2, 3), (SPLIT_BYTES, 1)])
+def test_small_messages_do_not_wait_for_the_collective_before(numel: int, messages: int) -> None:
+    """Rank 0 sends those of three collectives before the others begin; of large ones, the first."""
+    type_ = TensorType(DType.F32, (numel,))
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> list[int]:
+        op = AllReduce(group=PLACE)
+        ports = [communicator.collective_port(op, CHANNEL, type_, type_) for _ in range(3)]
+        (queue,) = communicator._senders[0].values()
+        assert isinstance(queue, LocalSender)
+        sent: list[int] = []
+        for starts in (world.rank == 0, world.rank != 0):
+            for index, port in enumerate(ports):
+                if starts:
+                    port.start(torch.full((numel,), float(index)))
+            sent.append(sum(queue.sent))
+            world.barrier()
+        for index, port in enumerate(ports):
+            wait(port)
+            assert port.take().eq(3.0 * index).all()
+        return sent
+
+    assert run_communicators(3, [CHANNEL], body)[0][0] == messages
 
 
 def test_reset_forgets_a_collective_that_did_not_end() -> None:
