@@ -185,6 +185,43 @@ def test_grouped_products_of_torch(name: str, dtype: torch.dtype) -> None:
     check(GROUPED_MM, [left, right, ends], layouts, mesh(tp=2))
 
 
+@pytest.mark.parametrize("name", ["rows", "sums"])
+@pytest.mark.parametrize(
+    ("dtype", "width", "calls"),
+    [
+        *[(dtype, 16, 1) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
+        *[(torch.float64, 16, 0), (torch.float32, 15, 0)],
+    ],
+)
+def test_a_host_makes_all_products_in_one_call(
+    name: str, dtype: torch.dtype, width: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernel is called where it takes the rows, and gives the bits of single products."""
+    seen: list[int] = []
+    kernel = torch.nn.functional.grouped_mm
+
+    def counted(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        seen.append(len(offs))
+        return kernel(left, right, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 32, generator=generator).to(dtype)
+    ends, parts = torch.tensor([7, 7, 30, 40], dtype=torch.int32), (7, 0, 23, 10)
+    if name == "rows":
+        matrices = torch.randn(4, width, 32, generator=generator).to(dtype).transpose(1, 2)
+        result = GROUPED_MM(rows, matrices, ends)
+        expected = torch.cat([p @ m for p, m in zip(rows.split(parts), matrices, strict=True)])
+    else:
+        others = torch.randn(40, width, generator=generator).to(dtype)
+        result = GROUPED_MM(others.t(), rows, ends)
+        pairs = zip(others.split(parts), rows.split(parts), strict=True)
+        expected = torch.stack([left.t() @ right for left, right in pairs])
+    assert torch.equal(result, expected)
+    assert result.is_contiguous()
+    assert seen == [4] * calls
+
+
 class Grouped(torch.nn.Module):
     """Sorts its rows itself, and calls torch's grouped product, as transformers does."""
 

@@ -40,7 +40,9 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 _ALIGNMENT = 16
-"""Bytes; the kernel of CUDA takes rows that begin at multiples of it."""
+"""Bytes; torch's kernels take rows that begin at multiples of it."""
+_ON_HOST = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""The types of which torch's kernel on a host takes matrices; it makes the same products there."""
 
 
 def expert_linear(input: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ def rows_by_group(
     rows: Tensor, matrices: Tensor, ends: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """The product of each group of rows with its matrix; what is behind the last is not defined."""
-    if _has_kernel(rows, matrices):
+    if (out is None or out.is_cuda) and _has_kernel(rows, matrices):
         result = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
         return result if out is None else out.copy_(result)
     return group_by_group(rows, matrices.unbind().__getitem__, matrices.shape[2], ends, out)
@@ -219,18 +221,31 @@ def _sums_by_group(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return sums
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
-    """True if CUDA's kernel takes them; it does not wait for the device, so graphs may have it."""
-    return all(
-        tensor.is_cuda
-        and tensor.dtype == torch.bfloat16
+def _has_kernel(left: Tensor, right: Tensor) -> bool:
+    """True if torch's kernel takes them.
+
+    That of CUDA does not wait for the device, so graphs may have it. That of a host makes the
+    products of a loop in one call; rows of other widths would have gaps behind them.
+    """
+    if left.is_cuda:
+        fits = left.dtype == right.dtype == torch.bfloat16
+    else:
+        fits = left.device.type == "cpu" and left.dtype == right.dtype in _ON_HOST
+        fits = fits and right.shape[-1] * right.element_size() % _ALIGNMENT == 0
+    return fits and _is_aligned(left) and _is_aligned(right)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """True if the matrices of a tensor lie as torch's kernels take them."""
+    size, (*outer, row, column) = tensor.element_size(), tensor.stride()
+    rows, columns = tensor.shape[-2:]
+    is_dense = (column == 1 and row >= columns) or (row == 1 and column >= rows)
+    return (
+        is_dense
         and tensor.numel() > 0
         and tensor.data_ptr() % _ALIGNMENT == 0
-        and sorted(tensor.stride())[0] == 1
-        and all(
-            step * tensor.element_size() % _ALIGNMENT == 0 for step in sorted(tensor.stride())[1:]
-        )
-        for tensor in tensors
+        and max(row, column) * size % _ALIGNMENT == 0
+        and all(step * size % _ALIGNMENT == 0 for step in outer)
     )
 
 

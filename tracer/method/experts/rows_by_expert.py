@@ -6,6 +6,7 @@ device would have to tell the host how many they are, so there rows of experts e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +60,7 @@ def own_rows(
         return all_by_expert(ids - first, experts, partial=True)
     ranked, order = ids.reshape(-1).to(torch.int64).sort(stable=True)
     least, stop = (first - 1, first + experts) if total is None else (-1, total)
-    numbers = torch.arange(least, stop)
-    bounds = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
-    counts = bounds.tolist()
+    counts = torch.searchsorted(ranked, _numbers(least, stop), right=True).tolist()
     if total is not None and (counts[0] or counts[-1] < len(ranked)):
         checked(ids, total, None, "expert_linear", place)
     before = first - 1 - least
@@ -69,7 +68,14 @@ def own_rows(
     own = order[start:end]
     if all_rows:
         own = torch.cat([own, order[:start], order[end:]])
-    return own, bounds[before + 1 : before + experts + 1] - start
+    ends = [count - start for count in counts[before + 1 : before + experts + 1]]
+    return own, torch.tensor(ends, dtype=torch.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(first: int, stop: int) -> Tensor:
+    """The integers of a range, which nobody writes to."""
+    return torch.arange(first, stop, device="cpu")
 
 
 def all_by_expert(ids: Tensor, experts: int, partial: bool) -> tuple[Tensor, Tensor]:
@@ -114,8 +120,7 @@ def with_room(rows: Tensor, order: Tensor, count: int) -> Tensor:
 def rows_back(rows: Tensor, order: Tensor, ends: Tensor, count: int) -> Tensor:
     """Rows that are sorted by expert, at their places among `count`; all others are zeros."""
     if rows.device.type == "cpu":
-        last = int(ends[-1]) if len(ends) else 0
-        rows, order = rows[:last], order[:last]
+        rows, order = _sorted_rows(rows, order, ends)
     else:
         is_here = torch.arange(len(rows), device=rows.device) < ends[-1]
         rows = torch.where(is_here.view(-1, *(1,) * (rows.dim() - 1)), rows, 0)
@@ -134,11 +139,17 @@ def sums_by_token(rows: Tensor, tokens: Tensor, ends: Tensor, count: int) -> Ten
         ends: as `own_rows` gives them.
         count: how many tokens there are.
     """
-    last = int(ends[-1]) if len(ends) else 0
+    rows, tokens = _sorted_rows(rows, tokens, ends)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     sums = rows.new_zeros(count, *rows.shape[1:], dtype=dtype)
-    sums.index_add_(0, tokens[:last], rows[:last].to(dtype))
+    sums.index_add_(0, tokens, rows.to(dtype))
     return sums.to(rows.dtype)
+
+
+def _sorted_rows(rows: Tensor, order: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and their places without those of experts elsewhere, which only `all_rows` leaves."""
+    last = int(ends[-1]) if len(ends) else 0
+    return (rows, order) if last == len(order) else (rows[:last], order[:last])
 
 
 torch.library.register_fake(
