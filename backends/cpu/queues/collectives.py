@@ -27,7 +27,7 @@ from ...poison import Poison
 from ..memory.codecs import Codec, RowsCodec, codec_of
 from ..memory.parallel_memcpy import Copier
 from .messages import Active, Incoming, Outgoing, RecvQueue, SendQueue
-from .moving_rows import MovingRows
+from .moving_rows import KnownRows, MovingRows
 
 Steps = Generator[None, None, Any]
 
@@ -50,6 +50,7 @@ class GroupQueues:
         active: where to register while collectives are under way.
         copier: copies large payloads.
         room: bytes of a small message.
+        known_rows: the rows that exchanges of rows have in common.
         entered: the collectives that are under way.
         begun: how many of them have begun; the others wait for the last of these to send.
     """
@@ -62,6 +63,7 @@ class GroupQueues:
     active: Active
     copier: Copier
     room: int
+    known_rows: KnownRows = field(default_factory=KnownRows)
     entered: deque[CollectivePort] = field(default_factory=deque)
     begun: int = 0
 
@@ -298,7 +300,8 @@ class _RowExchange(_MessageExchange):
         gathers = op.exchange.concat is not None
         self._whole, self._result_shape = (result if gathers else sent).shape, result.shape
         assert op.exchange.routed is not None, "only some rows travel"
-        self._lead = op.exchange.routed.lead
+        self._routed, self._lead = op.exchange.routed, op.exchange.routed.lead
+        self._known_rows = group.known_rows
         self._moving: MovingRows
 
     def _codec(self, is_near: bool) -> Codec:
@@ -318,7 +321,8 @@ class _RowExchange(_MessageExchange):
 
     def run(self, value: Any) -> Steps:
         if not isinstance(value, Poison):
-            self._moving = MovingRows(self._exchange, self._whole, value[1])
+            rows = self._known_rows.of(self._routed, self._whole, value[1])
+            self._moving = MovingRows(self._exchange, rows)
         contents = yield from self._contents(value)
         try:
             return self._combined(self._matrix(value[0]), contents)
@@ -332,8 +336,12 @@ class _RowExchange(_MessageExchange):
         for source, rank in enumerate(self._exchange.members):
             if rank == self._rank:
                 at = slice(source * part, (source + 1) * part)
-                mine = torch.where(self._moving.own(source), own if gathers else own[at], 0)
-                result[at].copy_(mine) if gathers else result.add_(mine)
+                is_own = self._moving.own(source)
+                if gathers:
+                    zeros = result[at]
+                    torch.where(is_own, own, zeros, out=zeros)
+                else:
+                    result.add_(torch.where(is_own, own[at], 0))
                 continue
             served = self._near - {rank} if rank in self._near else {self._rank}
             positions, rows = self._moving.taken(source, self._numbers(served), self._member)

@@ -2,43 +2,113 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ....ir.ops import Exchange
+from ....ir.layout import Region
+from ....ir.ops import Exchange, RoutedRows
 from ...exchanges import own_rows
 
 
+class MemberRows:
+    """The rows that have an id of each member's experts; members are numbers in the group.
+
+    Args:
+        routed: the experts of each member.
+        shape: the shape of the tensor of all rows.
+        ids: `[rows, choices]`, the same at all members.
+
+    Attributes:
+        part: the rows of each member's piece.
+    """
+
+    def __init__(self, routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> None:
+        self._masks = own_rows(routed, shape, ids)
+        self.part = len(self._masks[0]) // len(self._masks)
+        self._rows: dict[tuple[int, int], Tensor] = {}
+
+    def mask(self, member: int, piece: int) -> Tensor:
+        """A mask of the rows of a piece that are a member's."""
+        return self._masks[member].narrow(0, piece * self.part, self.part)
+
+    def rows(self, member: int, piece: int) -> Tensor:
+        """The rows of a piece that are a member's, ascending."""
+        rows = self._rows.get((member, piece))
+        if rows is None:
+            rows = self._rows[member, piece] = self.mask(member, piece).nonzero().view(-1)
+        return rows
+
+
+class KnownRows:
+    """The rows that exchanges of a group have in common, for as long as their ids exist.
+
+    A layer's exchanges, forward and backward, take the same ids.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _RowsOfIds] = {}
+
+    def of(self, routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> MemberRows:
+        """The rows of each member."""
+        if ids.is_inference():  # nobody counts what is written to it
+            return MemberRows(routed, shape, ids)
+        key = id(ids)
+        known = self._known.get(key)
+        if known is None or known.ids() is not ids or known.version != ids._version:
+            ended = weakref.ref(ids, lambda _: self._known.pop(key, None))
+            known = self._known[key] = _RowsOfIds(ended, ids._version)
+        return known.of(routed, shape, ids)
+
+
+class _RowsOfIds:
+    """The rows of one tensor of ids.
+
+    Attributes:
+        ids: the tensor.
+        version: counts what has been written to it.
+    """
+
+    def __init__(self, ids: weakref.ref[Tensor], version: int) -> None:
+        self.ids, self.version = ids, version
+        self._rows: dict[tuple[tuple[Region, ...], Sequence[int]], MemberRows] = {}
+
+    def of(self, routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> MemberRows:
+        key = routed.experts, shape[: routed.lead]
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = MemberRows(routed, shape, ids)
+        return rows
+
+
 class MovingRows:
-    """The rows of the messages of one collective; members are numbers in the group.
+    """The rows of the messages of one collective.
 
     A message to several receivers has each row once that one of them needs. All members compute
     the same from the same ids, so a message says nothing of its rows.
 
     Args:
         exchange: the collective; its tensors are concatenated, or combined and cut.
-        shape: the shape of the tensor of all rows.
-        ids: `[rows, choices]`, the same at all members.
+        of_members: the rows of each member.
     """
 
-    def __init__(self, exchange: Exchange, shape: Sequence[int], ids: Tensor) -> None:
-        assert exchange.routed is not None, "only some rows travel"
+    def __init__(self, exchange: Exchange, of_members: MemberRows) -> None:
         self._gathers = exchange.concat is not None
-        self._masks = own_rows(exchange.routed, shape, ids)
-        self._part = len(self._masks[0]) // len(exchange.members)
+        self._of_members, self._part = of_members, of_members.part
 
     def sent(self, source: int, receivers: Sequence[int]) -> Tensor:
         """The rows of a member's tensor that are in its message to some others, ascending."""
+        known = self._of_members
         if self._gathers:
-            needed = [self._masks[receiver][self._piece(source)] for receiver in receivers]
-            total, *others = needed
+            if len(receivers) == 1:
+                return known.rows(receivers[0], source)
+            total, *others = [known.mask(receiver, source) for receiver in receivers]
             for mask in others:
                 total = total | mask
             return total.nonzero().view(-1)
-        own = self._masks[source]
-        parts = [own[self._piece(r)].nonzero().view(-1) + r * self._part for r in receivers]
+        parts = [known.rows(source, receiver) + receiver * self._part for receiver in receivers]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def taken(
@@ -49,11 +119,14 @@ class MovingRows:
         Returns:
             The numbers of the message's rows, None for all; and the rows of the receiver's result.
         """
+        known = self._of_members
+        if not self._gathers and len(receivers) == 1:
+            return None, known.rows(source, receiver)
         rows = self.sent(source, receivers)
         positions = None
         if len(receivers) > 1:
             if self._gathers:
-                is_own = self._masks[receiver][self._piece(source)][rows]
+                is_own = known.mask(receiver, source)[rows]
             else:
                 is_own = rows.div(self._part, rounding_mode="floor") == receiver
             positions = is_own.nonzero().view(-1)
@@ -65,7 +138,4 @@ class MovingRows:
 
     def own(self, member: int) -> Tensor:
         """A mask of the rows of a member's own piece that are its own, `[rows, 1]`."""
-        return self._masks[member][self._piece(member)].unsqueeze(1)
-
-    def _piece(self, member: int) -> slice:
-        return slice(member * self._part, (member + 1) * self._part)
+        return self._of_members.mask(member, member).unsqueeze(1)

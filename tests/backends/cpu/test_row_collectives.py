@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.queues.local_sender import LocalSender
 from cg.backends.cpu.queues.messages import Outgoing
-from cg.backends.cpu.queues.moving_rows import MovingRows
+from cg.backends.cpu.queues.moving_rows import KnownRows, MemberRows, MovingRows
 from cg.backends.errors import TransportError
 from cg.backends.exchanges import outcomes
 from cg.ir.layout import Region
@@ -154,7 +155,8 @@ def test_a_message_to_one_receiver_has_its_rows_alone(kind: type[RowCollective])
     op = op_of(kind, GROUPS[count], 1, TensorType(DType.F32, (ROWS, WIDTH)))
     regions = experts(count)
     for ids in routings():
-        moving = MovingRows(op.exchange, (ROWS, WIDTH), ids)
+        of_members = MemberRows(op.exchange.routed, (ROWS, WIDTH), ids)
+        moving = MovingRows(op.exchange, of_members)
         for source, receiver in itertools.permutations(range(count), 2):
             having, owner = (receiver, source) if kind is AllGatherRows else (source, receiver)
             rows = [
@@ -168,6 +170,30 @@ def test_a_message_to_one_receiver_has_its_rows_alone(kind: type[RowCollective])
             assert places.tolist() == [row - start for row in rows]
             start = owner * part if kind is AllGatherRows else 0
             assert moving.sent(source, [receiver]).tolist() == [row - start for row in rows]
+
+
+def test_exchanges_of_the_same_ids_have_their_rows_in_common() -> None:
+    """Until ids are written to, or are gone; other shapes and experts have rows of their own."""
+    op = op_of(AllGatherRows, GROUPS[3], 1, TensorType(DType.F32, (ROWS, WIDTH)))
+    routed, known = op.exchange.routed, KnownRows()
+    ids = torch.tensor([[0, 5]] * ROWS)
+    rows = known.of(routed, (ROWS, WIDTH), ids)
+    assert known.of(routed, (ROWS, 2 * WIDTH), ids) is rows
+    assert known.of(routed, (ROWS, WIDTH), ids.clone()) is not rows
+    by_choice = known.of(replace(routed, lead=2), (ROWS, CHOICES, WIDTH), ids)
+    assert by_choice.part == CHOICES * rows.part
+    other = known.of(replace(routed, experts=routed.experts[::-1]), (ROWS, WIDTH), ids)
+    assert [len(other.rows(m, 0)) for m in range(3)] == [0, ROWS // 3, ROWS // 3]
+    assert [len(rows.rows(m, 0)) for m in range(3)] == [ROWS // 3, ROWS // 3, 0]
+    ids[0] = 6
+    written = known.of(routed, (ROWS, WIDTH), ids)
+    assert [len(written.rows(m, 0)) for m in range(3)] == [ROWS // 3 - 1, ROWS // 3, 0]
+    with torch.inference_mode():
+        untracked = ids.clone()
+    assert known.of(routed, (ROWS, WIDTH), untracked) is not written
+    assert len(known._known) == 1
+    del ids
+    assert not known._known
 
 
 def test_other_ids_on_another_rank_are_an_error() -> None:
