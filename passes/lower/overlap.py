@@ -29,7 +29,8 @@ from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
 SMALL = 1 << 16
-"""The most bytes of a message that travels faster than a second branch of a device graph runs."""
+"""The most bytes of a message that travels faster than a second branch of a device graph runs, and
+of values that a host may hold until the end."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Overlap(Pass):
 
     The wait for a copy to the host stays, too, as the tensor is freed behind it.
 
+    Small results that a pure call makes of a collective of hosts, such as a loss of its reduced
+    sum, are made at the end, if the program only returns them. So no rank waits for them before.
+
     Attributes:
         lookahead: the most messages of a channel that this pass leaves in flight at each end.
     """
@@ -102,8 +106,9 @@ class Overlap(Pass):
         changed = False
         for program in representatives_of(module):
             _refuse_planned(program)
-            stays = _not_worth_moving(program.ops, module, self.lookahead)
-            late = _wait_late(program.ops, module, self.lookahead, stays)
+            called = _call_late(program.ops, module)
+            stays = _not_worth_moving(called, module, self.lookahead)
+            late = _wait_late(called, module, self.lookahead, stays)
             ops = _post_early(late, module, self.lookahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
@@ -127,6 +132,42 @@ def _refuse_planned(program: Program) -> None:
                 program=program,
                 help="run overlap before plan-buffers",
             )
+
+
+def _call_late(ops: Sequence[Op], module: Module) -> list[Op]:
+    """Move the calls to the end that make of collectives what nothing but `return` takes."""
+    taken = {value for op in ops if not isinstance(op, Return) for value in op.operands}
+    awaited = _awaited_of_hosts(ops, module)
+    late = [
+        op
+        for op in ops
+        if isinstance(op, Call)
+        and not awaited.isdisjoint(op.operands)
+        and taken.isdisjoint(op.results)
+        and _is_small_and_pure(op, module)
+    ]
+    moved = set(late)
+    *others, end = (op for op in ops if op not in moved)
+    return [*others, *late, end]
+
+
+def _is_small_and_pure(op: Call, module: Module) -> bool:
+    """True if a call has no effect, and its operands take little memory until the end."""
+    is_pure = module.functions[op.fn.name].effect is Effect.PURE
+    return is_pure and sum(tensor_bytes(value.type) for value in op.operands) <= SMALL
+
+
+def _awaited_of_hosts(ops: Sequence[Op], module: Module) -> set[Value]:
+    """The results of waits for the collectives of hosts."""
+    futures = {
+        op.result
+        for op in ops
+        if isinstance(op, Collective)
+        and op.chan is not None
+        and not is_by_stream(module.channels[op.chan])
+    }
+    waits = (op for op in ops if isinstance(op, Wait) and op.operands[0] in futures)
+    return {value for op in waits for value in op.results}
 
 
 def _not_worth_moving(ops: Sequence[Op], module: Module, lookahead: int) -> Set[Op]:
