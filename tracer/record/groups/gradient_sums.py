@@ -38,8 +38,7 @@ class GradientMessage:
 
     Attributes:
         paths: the paths of the tensors whose gradients these are.
-        type: the type of the gradients, flat and concatenated, or of a single gradient that is
-            large or uneven.
+        type: the type of the gradients, flat and concatenated, or of a single gradient.
         is_flat: whether the gradients are flat and concatenated.
     """
 
@@ -326,7 +325,9 @@ def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Grad
         key = dtype, frozenset(axis for cut in layout.cuts for axis in cut.axes), layout.summands
         together.setdefault(key, {})[path] = type_
     for types in together.values():
-        yield GradientMessage(tuple(types), packed([*types.values()], group.mesh), is_flat=True)
+        paths, several = tuple(types), len(types) > 1
+        type_ = packed([*types.values()], group.mesh) if several else types[paths[0]]
+        yield GradientMessage(paths, type_, is_flat=several)
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
