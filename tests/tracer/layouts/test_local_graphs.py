@@ -9,7 +9,7 @@ from cg.ir.layout import Layout
 from cg.tracer.graph.layouts.propagation.local_graphs import LocalGraphBuilder
 from cg.tracer.graph.layouts.versions import Version
 
-from .simulation import layout, mesh, simulate
+from .simulation import check, layout, mesh, simulate
 
 
 def test_each_value_and_layout_is_a_parameter_of_its_own() -> None:
@@ -30,3 +30,20 @@ def test_each_value_and_layout_is_a_parameter_of_its_own() -> None:
     given = torch.ones(2), torch.full((4,), 2.0), torch.full((2,), 3.0)
     results = fx.GraphModule({}, builder.graph)(*given)
     assert all(map(torch.equal, results, given))
+
+
+def test_a_piece_of_a_repeated_value_is_repeated_less() -> None:
+    """It is neither cut nor copied; a piece of the repeated row is copied before."""
+
+    def function(x: Tensor, row: Tensor) -> Tensor:
+        return x * row.expand(4, 6)
+
+    x, row = torch.arange(24.0).view(4, 6), torch.arange(6.0)
+    expand = torch.ops.aten.expand.default
+    for cut, copies, sizes in (("tp,-", 0, [2, 6]), ("-,tp", 1, [4, 3])):
+        run = check(function, [x, row], [layout(cut), layout("-")], mesh(tp=2))
+        for graph in (graph for part in run.cut.parts for graph in part.bodies.graphs):
+            targets = [node.target for node in graph.nodes if node.op == "call_function"]
+            assert targets.count(torch.ops.aten.clone.default) == copies
+            (node,) = graph.find_nodes(op="call_function", target=expand)
+            assert node.args[1] == sizes

@@ -19,6 +19,7 @@ from .....ir.layout import Layout, Position, Region, overlap, shape_of, within
 from .....ir.layout import whole as whole_region
 from .....ir.location import Location
 from ....values.operators import storage_key
+from ...autodiff.subgraphs import is_view
 from ..cases import Answer, Shape
 from ..cuts import unmerged
 from ..expansions import fake_mode_of
@@ -56,6 +57,9 @@ def build(
     for node in nodes:
         builder.add(node)
     builder.graph.output(tuple(builder.given_out(version) for version in outputs))
+    for node in reversed(builder.graph.nodes):
+        if not node.users and node.op == "call_function" and is_view(node):
+            builder.graph.erase_node(node)  # an expansion of which parts alone are used
     return builder.graph
 
 
@@ -215,10 +219,12 @@ class LocalGraphBuilder:
         return self.emit(_ATEN.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
     def piece(self, node: fx.Node, region: Region) -> fx.Node:
-        """A region of a tensor, with memory of its own."""
+        """A region of a tensor, with memory of its own unless it repeats a smaller one."""
         shape = tuple(node.meta["val"].shape)
         if region == whole_region(shape):
             return node
+        if self._is_repeated(node, region):
+            return self.emit(_ATEN.expand.default, (node.args[0], list(shape_of(region))), {})
         for dim, (intervals, size) in enumerate(zip(region, shape, strict=True)):
             if intervals == (((0, size),) if size else ()):
                 continue
@@ -230,6 +236,17 @@ class LocalGraphBuilder:
         if node.target is _ATEN.slice.Tensor:
             node = self._contiguous(node)
         return node
+
+    def _is_repeated(self, node: fx.Node, region: Region) -> bool:
+        """True if a tensor is expanded along all dimensions of which the region has a part."""
+        source = node.args[0] if node.target is _ATEN.expand.default else None
+        if not isinstance(source, fx.Node):
+            return False
+        shape = tuple(node.meta["val"].shape)
+        sizes = tuple(source.meta["val"].shape)
+        sizes = (*(1,) * (len(shape) - len(sizes)), *sizes)
+        dims = zip(region, whole_region(shape), sizes, strict=True)
+        return all(held == whole or size == 1 for held, whole, size in dims)
 
 
 @dataclass(frozen=True)
