@@ -33,6 +33,26 @@ def product(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     return GROUPED_MM(x, matrices, ends)
 
 
+def two_products(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """The rows that both take have room as long as the second needs it."""
+    rows = x * 2
+    first = WITH_ROOM(product(rows, order, ends), order, COUNT)
+    return first + WITH_ROOM(product(rows, order, ends), order, COUNT)
+
+
+def a_factor_in_a_room(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    rows = x * 2
+    result = WITH_ROOM(product(rows, order, ends), order, COUNT)
+    return result + WITH_ROOM(rows, order, COUNT)
+
+
+def a_product_of_written_rows(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    rows = x * 2
+    result = WITH_ROOM(product(rows, order, ends), order, COUNT)
+    rows.add_(1)
+    return result + rows.sum()
+
+
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -52,6 +72,17 @@ WAYS: dict[str, tuple[Rows, list[str]]] = {
     "input": (in_room(lambda x, *_: x), []),
     "transposed": (in_room(lambda x, *_: x.t().contiguous().t() * 2), []),
     "written": (written, []),
+    "product of a product": (
+        in_room(lambda x, *by: product(product(x, *by), *by)),
+        ["grouped_mm", "grouped_mm"],
+    ),
+    "product of sorted rows": (
+        in_room(lambda x, *by: product(x.index_select(0, by[0] % 8), *by)),
+        ["grouped_mm", "index_select"],
+    ),
+    "two products": (two_products, ["grouped_mm", "grouped_mm", "mul"]),
+    "a factor in a room": (a_factor_in_a_room, ["grouped_mm", "mul"]),
+    "a product of written rows": (a_product_of_written_rows, ["grouped_mm"]),
 }
 
 
@@ -64,7 +95,7 @@ def test_rows_in_rooms(way: str) -> None:
 
     tracer = make_fx(listed, tracing_mode="fake", _allow_non_fake_inputs=True)
     graph = tracer(X, IDS).graph
-    assert [str(node.target).split(".")[1] for node in rooms_of(graph, {})] == ops
+    assert [str(node.target).split(".")[1] for node in rooms_of(graph, {}).of] == ops
 
 
 class Method(nn.Module):

@@ -15,7 +15,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
@@ -36,8 +36,9 @@ from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
 from .generated_source import BodySources, GeneratedSource, SettledSources, SourceStore
+from .last_uses import last_uses
 from .locator import Locator, show
-from .rooms import rooms_of
+from .rooms import Rooms, rooms_of
 from .strides import StrideComparison, compared, laid_out
 
 _serial = itertools.count()
@@ -226,12 +227,12 @@ class _BodyWriter:
         self._is_fused = compute is not None
         self._known: dict[int, str] = {}
         self._constants = fold_constants(piece.graph) if compute is None else {}
-        self._last_use = _last_uses(piece.graph, self._constants)
-        self._rooms = rooms_of(piece.graph, self._constants) if compute is None else {}
-        filled = {room.node for room in self._rooms.values()}
+        self._last_use = last_uses(piece.graph, self._constants)
+        rooms = rooms_of(piece.graph, self._constants) if compute is None else Rooms()
+        self._rooms = rooms.of
         self._early = self._early_gradients() if compute is None else {}
         self._passed = {n for product in products.values() for n in product.nodes}
-        self._passed |= {*self._constants, *filled}
+        self._passed |= {*self._constants, *rooms.filled}
         every = compared(piece) if compute is None else {}
         self.strides = {n: s for n, s in every.items() if n not in self._passed}
         self.differing: frozenset[str] | None = frozenset()
@@ -259,8 +260,7 @@ class _BodyWriter:
                 factors = [self._literal(factor) for factor in products[adds[node]].factors]
                 text = self._add_product(adds[node], factors)
             elif node.op in ("call_function", "get_attr") and node not in self._passed:
-                opening = self._rooms[node].opening if node in self._rooms else ""
-                text = f"    {opening}{node.name} = {self._expression(node)}{self._layout(node)}"
+                text = f"    {self._statement(node)}{self._layout(node)}"
             if text is not None:
                 drop = ", ".join(n.name for n in self._last_use.get(node, ()))
                 yield f"{text}; del {drop}" if drop else text, locations.get(node)
@@ -357,6 +357,17 @@ class _BodyWriter:
         within = "".join(f"[{i}]" for i in slot.within)
         return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
 
+    def _statement(self, node: fx.Node) -> str:
+        """The statement that computes a node."""
+        room = self._rooms.get(node)
+        if room is None:
+            return f"{node.name} = {self._expression(node)}"
+        values = [room.takes] if room.takes else []
+        values += [self._literal(value) for value in node.args[len(values) :]]
+        values += [f"{key}={self._literal(value)}" for key, value in node.kwargs.items()]
+        target = node.target if room.takes else room.form
+        return room.statement(node.name, lambda more: self._call_of(target, [*values, *more]))
+
     def _expression(self, node: fx.Node) -> str:
         if node.op == "get_attr":
             assert isinstance(node.target, str)
@@ -366,15 +377,16 @@ class _BodyWriter:
             return f"{self._literal(value)}[{self._literal(index)}]"
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        room, target = self._rooms.get(node), node.target
-        if room is not None:
-            args, target = [*args, room.argument], room.form
+        text = self._call_of(node.target, args)
+        # Otherwise each product would copy the expanded matrix for itself.
+        return f"{text}.contiguous()" if is_expanded_for_products(node) else text
+
+    def _call_of(self, target: Any, args: Sequence[str]) -> str:
+        """The call of an operator."""
         name = self._global(call_of(target))
         if isinstance(target, torch._ops.OpOverload):
             self.operators[name] = target
-        text = f"{name}({', '.join(args)})"
-        # Otherwise each product would copy the expanded matrix for itself.
-        return f"{text}.contiguous()" if is_expanded_for_products(node) else text
+        return f"{name}({', '.join(args)})"
 
     def _epilogue(self) -> Iterator[str]:
         piece = self.piece
@@ -426,23 +438,6 @@ class _BodyWriter:
 def _nbytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
-
-
-def _last_uses(graph: fx.Graph, constants: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing uses once it has run, without constants."""
-    last_uses: dict[fx.Node, list[fx.Node]] = {}
-    seen = set(constants)
-    for node in reversed(graph.nodes):
-        if node.op == "placeholder" or node in constants:
-            continue
-        for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                if node.op != "output":
-                    last_uses.setdefault(node, []).append(source)
-        if node not in seen and node.op != "output":  # run for its effect alone
-            last_uses.setdefault(node, []).append(node)
-    return last_uses
 
 
 def _devices(graph: fx.Graph) -> set[str]:
