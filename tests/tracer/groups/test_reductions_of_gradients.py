@@ -107,3 +107,28 @@ def test_one_actor_alone_reduces_behind_its_backward() -> None:
     assert max(calls(program, *BACKWARD)) < read
     reductions = [op for op in program.ops[read:write] if isinstance(op, Collective)]
     assert len(reductions) == 1
+
+
+@pytest.mark.parametrize(("bias", "type_"), [(False, "f32[3,4]"), (True, "f32[15]")])
+def test_a_single_gradient_is_reduced_where_it_lies(bias: bool, type_: str) -> None:
+    """Several small ones are packed; one alone keeps its shape, and nothing is copied."""
+    torch.manual_seed(0)
+
+    class Layer(torch.nn.Linear):
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).square().sum()
+
+    actor = cg.actor(Layer).on(cg.mesh(dp=2), plan={"loss(x)": cg.cut(0, "dp")})(4, 3, bias=bias)
+
+    @cg.trace
+    def step(x: torch.Tensor) -> Any:
+        loss = actor.loss(x)
+        cg.backward(loss)
+        return loss
+
+    (read,) = [
+        function
+        for name, function in step.lower(torch.randn(6, 4)).compile().module.functions.items()
+        if name.endswith("reduce_gradients.read")
+    ]
+    assert list(map(str, read.outputs)) == [type_]
