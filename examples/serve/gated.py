@@ -10,11 +10,13 @@ make the kernels of the variant, if there is one.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import cg
@@ -56,13 +58,35 @@ class Kernels(threading.Thread):
 
     def run(self) -> None:
         try:
-            for lowered in self._lowered:
-                lowered.fuse_ahead(self._fuse, passes=self._passes, max_inflight=self._max_inflight)
+            with old_objects_unvisited():
+                for lowered in self._lowered:
+                    lowered.fuse_ahead(
+                        self._fuse, passes=self._passes, max_inflight=self._max_inflight
+                    )
         except Exception as error:
             log.info("kernels are made while requests wait: %s", error)
         finally:
             self.is_done = True
             self._when_done()
+
+
+NEVER = 2**31 - 1
+"""A number of collections of the middle generation that no compiler comes to."""
+
+
+@contextmanager
+def old_objects_unvisited() -> Iterator[None]:
+    """Have Python's collector leave out the oldest generation inside of the `with` block.
+
+    A compiler makes a few hundred thousand objects. To visit them all takes a tenth of a second,
+    in which no thread goes on.
+    """
+    young, middle, oldest = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, oldest)
 
 
 class GatedGraphs(ABC, Generic[Size]):

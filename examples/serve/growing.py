@@ -25,7 +25,7 @@ WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
 SHARE = 0.1
 """The most of the time of a busy engine that goes to variants that are asked for."""
-SLICE = 0.2
+SLICE = 0.05
 """Seconds after which a slice of making a variant ends, and with it the waiting of requests.
 
 A slice has at least one step: to trace the variant, to bind it, or to run it once on padding.
@@ -107,10 +107,13 @@ class GrowingEngine(ABC, Generic[Size]):
             return bool(self._growing or self.asked or self._later)
         return bool(self._growing or self.asked) and monotonic() >= self._rests_until
 
-    def improve(self) -> None:
+    def improve(self) -> bool:
         """Go on with the variant that is begun, or begin the one that was asked for most.
 
-        Nothing may be in flight. It ends after a slice, in which the variant may not be completed.
+        Nothing may be in flight. It ends after a slice.
+
+        Returns:
+            True if the variant is complete.
         """
         began = monotonic()
         self._end_flying()
@@ -118,15 +121,16 @@ class GrowingEngine(ABC, Generic[Size]):
             size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
             log.info("compiling %s", size)
             self._growing = size, self._steps(size)
-        _, steps = self._growing
+        (_, steps), is_complete = self._growing, False
         while self.graphs.is_ready:
-            is_complete = next(steps, True)
+            is_complete = next(steps, True) is not None
             if is_complete:
                 self._growing = None
                 self._say_number()
             if is_complete or monotonic() - began > SLICE:
                 break
         self.rest(monotonic() - began)
+        return is_complete
 
     def add(self, size: Size) -> None:
         """Compile a variant once all that is in flight has ended, and use it from now on."""
@@ -152,16 +156,17 @@ class GrowingEngine(ABC, Generic[Size]):
         self._cold.add(size)
         while size not in self.graphs.compiled:
             self.graphs.advance(size)
-            yield
+            if size not in self.graphs.compiled:
+                yield
         yield from self._warming(size)
 
     def _warming(self, size: Size) -> Iterator[None]:
         for graph, work in zip(self.graphs.compiled[size], self.examples(size), strict=True):
             for _ in range(self._warm_ups):
+                yield
                 futures = [graph.execute(*work) for _ in range(self.in_flight)]
                 for future in futures:
                     future.result()
-                yield
         self._cold.discard(size)
         self._serving.clear()
         self.asked.pop(size, None)

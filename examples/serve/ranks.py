@@ -47,6 +47,12 @@ log = logging.getLogger("serve")
 
 KV256 = 256
 """Tokens of a block with `+kv256`, in pools of the same size."""
+SWITCH = 1e-4
+"""Seconds after which a thread that computes in Python lets one go on that waits for its turn.
+
+Kernels of other variants are made by such a thread beside the serving. With Python's own 5 ms a
+step would be longer by that much, each time the thread that serves comes back from a wait.
+"""
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,7 @@ def count(
 
 def main() -> None:
     """Serve until the front has gone."""
+    sys.setswitchinterval(SWITCH)
     arguments = parse()
     logging.basicConfig(format=f"%(asctime)s rank {cg.rank()} %(message)s", level=logging.WARNING)
     log.setLevel(logging.INFO)
@@ -233,6 +240,7 @@ async def serve(
 
 async def serve_here(parsed: argparse.Namespace, path: Path) -> None:
     """Serve in the front's process, which plays all ranks."""
+    sys.setswitchinterval(SWITCH)
     features = switches.parse(parsed.features)
     engine, usual = prepare(parsed, features)
     assert engine is not None

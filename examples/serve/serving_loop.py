@@ -50,7 +50,7 @@ class Growing(Protocol):
     limits: Limits
 
     def due(self, idle: bool) -> bool: ...
-    def improve(self) -> None: ...
+    def improve(self) -> bool: ...
     def when_ready(self, call: Callable[[], None]) -> None: ...
 
 
@@ -147,9 +147,7 @@ class Loop(ABC, Generic[Ticket]):
         self._quiet_at = monotonic() + QUIET
         self._engine.when_ready(partial(self._wake_from_thread, asyncio.get_running_loop()))
         self.send_stats()
-        if self.features.gc_freeze:
-            gc.collect()
-            gc.freeze()
+        self._settle()
         collections = gc.get_stats()[2]["collections"]
         while not self.link.is_closed and self._fault is None:
             self._wake.clear()
@@ -236,12 +234,23 @@ class Loop(ABC, Generic[Ticket]):
         if any(self._lanes):
             return
         try:
-            self._engine.improve()
+            if self._engine.improve():
+                self._settle()
         except Exception as error:
             self._fault = error
         # Requests that have come meanwhile are still in the socket, so this is no quiet moment.
         self._quiet_at = monotonic() + QUIET
         self._wake.set()
+
+    def _settle(self) -> None:
+        """Collect garbage, and have the collector visit no more what is left.
+
+        A variant is tens of thousands of objects that stay. Collections of the oldest generation
+        would visit those of all variants in the middle of a step.
+        """
+        if self.features.gc_freeze:
+            gc.collect()
+            gc.freeze()
 
     def _is_quiet(self) -> bool:
         """True if there has been no work for a while; if there is none, looks again after it."""

@@ -157,8 +157,11 @@ class Engine(Protocol):
     def due(self, idle: bool) -> bool:
         """True if `improve` is to be called as soon as nothing is in flight."""
 
-    def improve(self) -> None:
-        """Prepare a little for work that is to come; nothing may be in flight."""
+    def improve(self) -> bool:
+        """Prepare a little for work that is to come; nothing may be in flight.
+
+        True if what was prepared is complete, and stays.
+        """
 
     def when_ready(self, call: Callable[[], None]) -> None:
         """Have any thread call when `due` may have become true without any work."""

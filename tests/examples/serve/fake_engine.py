@@ -159,12 +159,13 @@ class FakeEngine:
     def when_ready(self, call: Callable[[], None]) -> None:
         self.ready = call
 
-    def improve(self) -> None:
+    def improve(self) -> bool:
         assert not self.queue, "improved with work in flight"
         assert self.to_improve > 0, "nothing to improve"
         self.before()
         self.to_improve -= 1
         self.urgent = max(0, self.urgent - 1)
+        return not self.to_improve
 
     def submit(self, work: Decode | Prefill) -> FakeResult:
         assert not self.is_closed, "submitted after close"

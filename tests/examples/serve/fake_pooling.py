@@ -77,7 +77,7 @@ class FakePoolingEngine:
     def due(self, idle: bool) -> bool:
         return False
 
-    def improve(self) -> None:
+    def improve(self) -> bool:
         raise AssertionError("nothing to improve")
 
     def when_ready(self, call: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -22,8 +23,8 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+from examples.serve import ranks, wire
 from examples.serve import serving_loop as loops
-from examples.serve import wire
 from examples.serve.features import Features, parse
 from examples.serve.front import job as job_module
 from examples.serve.front.job import EngineJob
@@ -366,6 +367,27 @@ def test_an_engine_wakes_the_loop_when_kernels_are_made(
     run(tmp_path, story)
 
 
+@pytest.mark.parametrize(("features", "frozen"), [("", 2), ("-gc_freeze", 0)])
+def test_what_a_variant_has_made_is_visited_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, frozen: int
+) -> None:
+    """Python's collector leaves out what is there when the loop begins, and complete variants."""
+    calls: list[str] = []
+    monkeypatch.setattr(loops.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(loops.gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(loops, "QUIET", 0.0)
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        assert isinstance(loop.engine, FakeEngine)
+        loop.engine.to_improve = 3
+        front.add(Request(1, (1,), 3))
+        while loop.engine.to_improve:
+            await asyncio.sleep(0)
+
+    run(tmp_path, story, features)
+    assert calls == ["collect", "freeze"] * frozen
+
+
 def test_an_engine_that_cannot_be_improved_ends_the_loop(tmp_path: Path) -> None:
     async def story(front: Front, loop: EngineLoop) -> None:
         assert isinstance(loop.engine, FakeEngine)
@@ -375,6 +397,26 @@ def test_an_engine_that_cannot_be_improved_ends_the_loop(tmp_path: Path) -> None
 
     with pytest.raises(AssertionError, match="nothing to improve"):
         run(tmp_path, story)
+
+
+def test_a_thread_that_compiles_gives_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each rank, and where the front plays all of them."""
+
+    def stop(*_: object) -> None:
+        raise EOFError
+
+    before = sys.getswitchinterval()
+    monkeypatch.setattr(ranks, "parse", stop)
+    monkeypatch.setattr(ranks, "prepare", stop)
+    here = argparse.Namespace(features="")
+    for start in (ranks.main, lambda: asyncio.run(ranks.serve_here(here, Path("engine")))):
+        try:
+            sys.setswitchinterval(1.0)
+            with pytest.raises(EOFError):
+                start()
+            assert sys.getswitchinterval() == pytest.approx(ranks.SWITCH)
+        finally:
+            sys.setswitchinterval(before)
 
 
 def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""How an engine makes variants while it serves: the steps, and what is served between them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from examples.serve import growing
+from examples.serve.gated import NEVER, Kernels
+from examples.serve.growing import GrowingEngine
+
+Events = list[tuple[str, int]]
+
+
+class Graph:
+    """Of one size; its executions end at once."""
+
+    def __init__(self, size: int, events: Events) -> None:
+        self._size, self._events = size, events
+
+    def execute(self) -> Graph:
+        self._events.append(("run", self._size))
+        return self
+
+    def result(self) -> None:
+        pass
+
+
+class Graphs:
+    """Of sizes, each of which is traced and then bound."""
+
+    def __init__(self, events: Events) -> None:
+        self.compiled: dict[int, tuple[Graph, ...]] = {}
+        self.is_ready = True
+        self.when_ready: Callable[[], None] = lambda: None
+        self._events, self._traced = events, set[int]()
+
+    def advance(self, size: int) -> None:
+        if size in self._traced:
+            self.compiled[size] = (Graph(size, self._events),)
+        self._events.append(("bind" if size in self._traced else "trace", size))
+        self._traced.add(size)
+
+
+class Engine(GrowingEngine[int]):
+    """An engine whose variants are numbers."""
+
+    def examples(self, size: int) -> list[tuple[Any, ...]]:
+        return [()]
+
+    def may_serve(self, size: int, ideal: int) -> bool:
+        return size >= ideal
+
+    def general(self, ideal: int) -> int:
+        return ideal
+
+
+def test_a_slice_does_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice does something, and the last one says that the variant is complete."""
+    monkeypatch.setattr(growing, "SLICE", -1.0)
+    events: Events = []
+    engine = Engine(Graphs(events), [7, 8], warm_ups=2, in_flight=1)  # type: ignore[arg-type]
+    slices = []
+    while engine.due(idle=True):
+        count = len(events)
+        is_complete = engine.improve()
+        slices.append((*events[count:], is_complete))
+        assert (7 in engine.usable) == (len(slices) >= 4)
+    made = [(("trace", n), ("bind", n), ("run", n), ("run", n)) for n in (7, 8)]
+    assert slices == [(step, number == 3) for steps in made for number, step in enumerate(steps)]
+
+
+def test_a_slice_goes_on_while_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "SLICE", float("inf"))
+    events: Events = []
+    engine = Engine(Graphs(events), [7], warm_ups=2, in_flight=1)  # type: ignore[arg-type]
+    assert engine.improve()
+    assert events == [("trace", 7), ("bind", 7), ("run", 7), ("run", 7)]
+
+
+def test_a_slice_ends_when_kernels_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So requests are served beside them, and the variant is bound when they are made."""
+    monkeypatch.setattr(growing, "SLICE", float("inf"))
+    events: Events = []
+    graphs = Graphs(events)
+    engine = Engine(graphs, [7], warm_ups=1, in_flight=1)  # type: ignore[arg-type]
+    traced = graphs.advance
+
+    def advance(size: int) -> None:
+        traced(size)
+        graphs.is_ready = size in graphs.compiled
+
+    graphs.advance = advance  # type: ignore[method-assign]
+    assert not engine.improve()
+    assert events == [("trace", 7)]
+    assert not engine.due(idle=True)
+    graphs.is_ready = True
+    assert engine.improve()
+    assert events[1:] == [("bind", 7), ("run", 7)]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no kernels")])
+def test_old_objects_are_left_out_while_kernels_are_made(error: Exception | None) -> None:
+    """A collection of all objects would hold up a step. Afterwards they are visited again."""
+    before, seen = gc.get_threshold(), list[tuple[int, ...]]()
+
+    class Lowered:
+        def fuse_ahead(self, *_: object, **options: object) -> None:
+            seen.append(gc.get_threshold())
+            if error is not None:
+                raise error
+
+    done: list[bool] = []
+    kernels = Kernels([Lowered()], "held", "", 2, lambda: done.append(kernels.is_done))  # type: ignore[list-item]
+    kernels.start()
+    kernels.join()
+    assert done == [True]
+    assert seen == [(*before[:2], NEVER)]
+    assert gc.get_threshold() == before
