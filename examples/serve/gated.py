@@ -10,17 +10,16 @@ make the kernels of the variant, if there is one.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import cg
 
+from .collector import old_objects_unvisited, settle
 from .settings import Options
 
 log = logging.getLogger("serve")
@@ -68,25 +67,6 @@ class Kernels(threading.Thread):
         finally:
             self.is_done = True
             self._when_done()
-
-
-NEVER = 2**31 - 1
-"""A number of collections of the middle generation that no compiler comes to."""
-
-
-@contextmanager
-def old_objects_unvisited() -> Iterator[None]:
-    """Have Python's collector leave out the oldest generation inside of the `with` block.
-
-    A compiler makes a few hundred thousand objects. To visit them all takes a tenth of a second,
-    in which no thread goes on.
-    """
-    young, middle, oldest = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, oldest)
 
 
 class GatedGraphs(ABC, Generic[Size]):
@@ -152,6 +132,7 @@ class GatedGraphs(ABC, Generic[Size]):
 
     def follow(self) -> None:
         """On the other ranks: serve, and trace and bind what rank 0 does, until it closes."""
+        settle()
         while True:
             assert self._gate is not None, "it is opened first"
             self._gate.serve()
@@ -159,6 +140,8 @@ class GatedGraphs(ABC, Generic[Size]):
             if size is None:
                 break
             self._make(size)
+            if size in self.compiled:
+                settle()
         for graph in self.graphs():
             graph.serve()
 

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from . import wire
+from .collector import settle
 from .features import Features
 from .requests import Limits, Request
 from .wire import Kind, Link
@@ -243,14 +244,8 @@ class Loop(ABC, Generic[Ticket]):
         self._wake.set()
 
     def _settle(self) -> None:
-        """Collect garbage, and have the collector visit no more what is left.
-
-        A variant is tens of thousands of objects that stay. Collections of the oldest generation
-        would visit those of all variants in the middle of a step.
-        """
         if self.features.gc_freeze:
-            gc.collect()
-            gc.freeze()
+            settle()
 
     def _is_quiet(self) -> bool:
         """True if there has been no work for a while; if there is none, looks again after it."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from examples.serve import growing
-from examples.serve.gated import NEVER, Kernels
+from examples.serve import collector, gated, growing
+from examples.serve.collector import NEVER, settle
+from examples.serve.gated import GatedGraphs, Kernels
 from examples.serve.growing import GrowingEngine
+from examples.serve.settings import Options
 
 Events = list[tuple[str, int]]
 
@@ -120,3 +122,47 @@ def test_old_objects_are_left_out_while_kernels_are_made(error: Exception | None
     assert done == [True]
     assert seen == [(*before[:2], NEVER)]
     assert gc.get_threshold() == before
+
+
+def test_what_is_settled_is_visited_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is not kept: it is collected first."""
+    calls: list[str] = []
+    monkeypatch.setattr(collector.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(collector.gc, "freeze", lambda: calls.append("freeze"))
+    settle()
+    assert calls == ["collect", "freeze"]
+
+
+class Gate:
+    """A gate that is closed at once."""
+
+    def serve(self) -> None:
+        pass
+
+
+class Following(GatedGraphs[int]):
+    """The graphs of a rank that follows; a size that comes again is bound."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(Options())
+        self._events = events
+        self.open()
+
+    def lower(self, size: int) -> list[Any]:
+        self._events.append("trace")
+        return []
+
+    def open(self) -> None:
+        self._gate: Any = Gate()
+
+
+def test_other_ranks_settle_what_a_variant_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and with each variant that is bound; not behind a trace."""
+    events: list[str] = []
+    told = iter([7, 7, 8, 8, None])
+    monkeypatch.setattr(gated, "settle", lambda: events.append("settle"))
+    monkeypatch.setattr(gated.cg, "allgather", lambda _: [next(told)])
+    graphs = Following(events)
+    graphs.follow()
+    assert events == ["settle", "trace", "settle", "trace", "settle"]
+    assert set(graphs.compiled) == {7, 8}

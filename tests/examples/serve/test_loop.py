@@ -367,14 +367,13 @@ def test_an_engine_wakes_the_loop_when_kernels_are_made(
     run(tmp_path, story)
 
 
-@pytest.mark.parametrize(("features", "frozen"), [("", 2), ("-gc_freeze", 0)])
+@pytest.mark.parametrize(("features", "times"), [("", 2), ("-gc_freeze", 0)])
 def test_what_a_variant_has_made_is_visited_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, frozen: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, times: int
 ) -> None:
     """Python's collector leaves out what is there when the loop begins, and complete variants."""
     calls: list[str] = []
-    monkeypatch.setattr(loops.gc, "collect", lambda: calls.append("collect"))
-    monkeypatch.setattr(loops.gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(loops, "settle", lambda: calls.append("settled"))
     monkeypatch.setattr(loops, "QUIET", 0.0)
 
     async def story(front: Front, loop: EngineLoop) -> None:
@@ -385,7 +384,7 @@ def test_what_a_variant_has_made_is_visited_no_more(
             await asyncio.sleep(0)
 
     run(tmp_path, story, features)
-    assert calls == ["collect", "freeze"] * frozen
+    assert calls == ["settled"] * times
 
 
 def test_an_engine_that_cannot_be_improved_ends_the_loop(tmp_path: Path) -> None:
