@@ -1,7 +1,7 @@
 """How long decode steps take while variants are compiled behind, and how long requests wait.
 
     python benchmarks/serving/steps_beside.py                     # a small model on a host
-    python benchmarks/serving/steps_beside.py --model DIR --batch 256 --chunk 1024 --variants 8
+    python benchmarks/serving/steps_beside.py --model DIR --batch 256 --dtype bfloat16 --variants 8
 
 An engine takes decode steps, two in flight, and as soon as it may goes on with a variant, as the
 server does in idle moments. Variants take turns in how soon threads give way to each other: with
@@ -41,7 +41,8 @@ class Steps:
         rows = np.zeros((batch, TABLE + BLOCKS), np.int64)
         rows[:, TOKEN], rows[:, POSITION], rows[:, SLOT] = -1, 32, np.arange(batch)
         rows[:, TABLE:] = 1 + np.arange(batch * BLOCKS).reshape(batch, BLOCKS)
-        self._rows, self._last = rows, self._submit()
+        self._rows = rows
+        self._last = self._submit()
 
     def _submit(self) -> Any:
         from examples.serve.work import Decode
@@ -72,6 +73,7 @@ def line(name: str, seconds: Sequence[float]) -> str:
 
 
 def start(given: argparse.Namespace) -> Any:
+    import torch
     from transformers import Qwen2Config
 
     from examples.serve import engine
@@ -86,7 +88,7 @@ def start(given: argparse.Namespace) -> Any:
     options = Options(
         batches=tuple(sizes), chunks=(32, given.chunk), widths=(BLOCKS,), context=BLOCKS * 16,
         blocks=1 + BLOCKS * given.batch, fuse=None if given.fuse == "none" else given.fuse,
-        late=True,
+        late=True, dtype=getattr(torch, given.dtype),
     )  # fmt: skip
     return engine.start(given.model or tiny, options)
 
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder of transformers; else a random model of 4 layers")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--fuse", default="inductor", choices=("inductor", "none"))
     parser.add_argument("--variants", type=int, default=4)
     given = parser.parse_args()
@@ -109,6 +112,8 @@ def main() -> None:
     steps, seconds = Steps(engine, given.batch), defaultdict[str, list[float]](list)
     steps.take(20)
     for number in range(given.variants):
+        if not engine.due(idle=True):
+            break  # there are no others
         name = list(intervals)[number % 2]
         sys.setswitchinterval(intervals[name])
         seconds[f"a step, {name}"] += steps.take(100)
