@@ -14,8 +14,6 @@ from .diagnostics import TextSpan
 
 _PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\}|[A-Za-z_]\w*(?![.$-]))"
 _END_OF_WORD = r"(?![\w.-])"
-_PLAIN_STRING = r'"[^"\\\n]*+"'
-_LOCATION = rf"loc\({_PLAIN_STRING}:\d+(?: in (?:[A-Za-z_][\w.-]*+|{_PLAIN_STRING}))?+\)"
 _TOKEN = re.compile(
     r"\s*+(?://[^\n]*+\s*+)*+("
     r"[,():=]"  # most tokens, and the beginning of no other
@@ -26,7 +24,6 @@ _TOKEN = re.compile(
     rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
     rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task
     rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"
-    rf"|{_LOCATION}"  # as it is printed; one with other spaces or with escapes is several tokens
     r"|[A-Za-z_][\w.-]*"
     r"|->|\{(?=[-.,>\s]*+\d)[-\d.,>\s]*+\}"  # the last is a set of ranks, or of pairs
     r"|\[[\d:+,\s]*\]|\{\s*\[[\[\]\d:+,\s]*\}"  # a region, or a set of regions

@@ -46,7 +46,7 @@ _SHARE = re.compile(rf"([A-Za-z_][\w.-]*)\s*:\s*({'|'.join(effect.value for effe
 _REGION = re.compile(r"\[([^\[\]]*)\]")
 _REGIONS = re.compile(rf"{_REGION.pattern}(?:\s*,\s*{_REGION.pattern})*+")
 _INTERVAL = re.compile(r"(\d+)\s*:\s*(\d+)")
-_LOCATION = re.compile(r'loc\("([^"]*)":(\d+)(?: in (.*))?\)')
+_LOCATION = re.compile(r'loc\("([^"\\\n]*)":(\d+)(?: in ([A-Za-z_][\w.-]*|"[^"\\\n]*"))?\)')
 _PLAIN = re.compile(r"[\w.$-]+")
 
 _MOST_BLOCKS = 1 << 16
@@ -220,7 +220,7 @@ def parse_string(text: str) -> str:
 
 
 def parse_location(text: str) -> Location:
-    """Read a location that is one token: `loc("train.py":12 in step)`."""
+    """Read a location as it is printed, without escapes: `loc("train.py":12 in step)`."""
     parts = _LOCATION.fullmatch(text)
     if parts is None:
         raise ValueError(f"'{text}' is no location")

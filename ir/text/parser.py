@@ -7,19 +7,21 @@ its attribute is read, and the default says whether it may be left out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ..location import Location
-from ..ops import OP_CLASSES, Op, Value, attribute_names
+from ..ops import Op, Value
 from ..ops.module import Channel, Function, Module, Program, Vjp
 from ..phases import Phase
 from ..types import FutureType, Mesh, Type, ValueType
 from . import literals
 from .diagnostics import Diagnostic, IRError
+from .known_attributes import CHANNEL, FUNCTION, OPS, VJP, KnownAttributes, symbol_name
 from .lexer import span_of, tokenize
 from .literals import Reader
+from .printed_programs import NotPrinted, PrintedOps, split_module, split_programs
 
 T = TypeVar("T")
 
@@ -36,6 +38,17 @@ def parse_module(text: str, file: str = "<text>") -> Module:
         IRError: the text is malformed, or uses a value before its definition. The error has the
             line and column. It does not check the rules of the IR, as `verify` does.
     """
+    with suppress(NotPrinted, IRError, ValueError):  # the tokens say what is wrong
+        declarations, programs = split_module(text)
+        parser = _Parser(f"{declarations}}}", file)
+        module = parser.whole(parser.module())
+        parser.printed_programs(programs, module)
+        return module
+    return parse_tokens(text, file)
+
+
+def parse_tokens(text: str, file: str = "<text>") -> Module:
+    """Read one module token by token, whatever its lines are; as `parse_module` does otherwise."""
     parser = _Parser(text, file)
     module = parser.module()
     if parser.token:
@@ -54,47 +67,17 @@ def parse_program(text: str, module: Module, file: str = "<text>") -> Program:
     Raises:
         IRError: as `parse_module` raises it.
     """
+    with suppress(NotPrinted, IRError, ValueError):
+        parser = _Parser("", file, module.meshes)
+        parser.printed_programs(text, module)
+        (program,) = parser.programs
+        return program
     parser = _Parser(text, file, module.meshes)
     parser.expect_word("program", "a program starts with `program @0(`")
     parser.program(module)
     if parser.token:
         parser.fail("text goes on behind the program")
     return parser.programs[0]
-
-
-@dataclass(frozen=True)
-class _Attributes:
-    """The attributes that one kind of op or declaration may have between its braces."""
-
-    readers: dict[str, Reader]
-    required: frozenset[str]
-
-
-def _op_attributes(cls: type[Op]) -> _Attributes:
-    readers = literals.readers_of(cls)
-    names = attribute_names(cls)
-    defaults = {f.name: f.default for f in fields(cls)}
-    required = frozenset(name for name in names if defaults[name] is not None)
-    return _Attributes({name: readers[name] for name in names}, required)
-
-
-def _declaration_attributes(cls: type, skip: set[str], **special: Reader) -> _Attributes:
-    readers = literals.readers_of(cls) | special
-    names = {f.name: f.default is MISSING for f in fields(cls) if f.name not in skip}
-    required = frozenset(name for name, needed in names.items() if needed)
-    return _Attributes({name: readers[name] for name in names}, required)
-
-
-def _symbol_name(text: str) -> str:
-    return literals.parse_symbol(text).name
-
-
-_OPS = {opcode: (cls, _op_attributes(cls)) for opcode, cls in OP_CLASSES.items()}
-_FUNCTION = _declaration_attributes(Function, {"name", "inputs", "outputs", "loc"})
-_CHANNEL = _declaration_attributes(Channel, {"id"})
-_VJP = _declaration_attributes(
-    Vjp, {"name"}, **dict.fromkeys(("forward", "backward", "input", "weight"), _symbol_name)
-)
 
 
 class _Parser:
@@ -106,19 +89,28 @@ class _Parser:
     """
 
     def __init__(self, text: str, file: str, meshes: dict[str, Mesh] | None = None) -> None:
-        self._text = text
         self._file = file
-        self._tokens = tokenize(text)
-        self._position = 0
-        self.token = self._tokens[0]
+        self.feed(text)
         self.programs: list[Program] = []
         self._types: dict[str, Type] = {}
         self._literals: dict[tuple[Reader, str], Any] = {}
-        self._known_attributes: dict[tuple[str, ...], dict[str, Any]] = {}
         self._values: dict[str, Value] = {}
         self._meshes = {} if meshes is None else meshes
 
     # -- tokens
+
+    def feed(self, text: str) -> None:
+        """Go on with another text."""
+        self._text = text
+        self._tokens = tokenize(text)
+        self._position = 0
+        self.token = self._tokens[0]
+
+    def whole(self, value: T) -> T:
+        """A value that was read, if nothing stands behind it."""
+        if self.token:
+            raise NotPrinted
+        return value
 
     def fail(self, message: str, help: str = "", back: int = 0) -> NoReturn:
         """Raise about the next token, or about the one `back` tokens before it."""
@@ -163,7 +155,7 @@ class _Parser:
 
     def module(self) -> Module:
         self.expect_word("module", "a module starts with `module @name phase=... world=... {`")
-        name = self.read(_symbol_name, "the module's name")
+        name = self.read(symbol_name, "the module's name")
         self.header("phase")
         phase = self.read(literals.reader_for(Phase), "the module's phase")
         self.header("world")
@@ -198,7 +190,7 @@ class _Parser:
         self.expect("=", field)
 
     def mesh(self, module: Module) -> None:
-        name = self.read(_symbol_name, "the mesh's name")
+        name = self.read(symbol_name, "the mesh's name")
         self.unique(name, module.meshes, "mesh")
         ranks: tuple[int, ...] | None = None
         grid: list[tuple[str, int]] = []
@@ -218,12 +210,12 @@ class _Parser:
             self.fail(str(problem), "the sizes of the axes multiply to the number of ranks", back=1)
 
     def function(self, module: Module) -> None:
-        name = self.read(_symbol_name, "the function's name")
+        name = self.read(symbol_name, "the function's name")
         self.unique(name, module.functions, "function")
         inputs = self.signature("the function's name")
         self.expect("->", "the function's inputs")
         outputs = self.signature("'->'")
-        attributes = self.attributes(_FUNCTION, "function")
+        attributes = self.attributes(FUNCTION, "function")
         function = Function(name, inputs, outputs, loc=self.location(), **attributes)
         module.functions[name] = function
 
@@ -240,14 +232,14 @@ class _Parser:
         return tuple(types)
 
     def vjp(self, module: Module) -> None:
-        name = self.read(_symbol_name, "the vjp's name")
+        name = self.read(symbol_name, "the vjp's name")
         self.unique(name, module.vjps, "vjp")
-        module.vjps[name] = Vjp(name, **self.attributes(_VJP, "vjp"))
+        module.vjps[name] = Vjp(name, **self.attributes(VJP, "vjp"))
 
     def channel(self, module: Module) -> None:
         id_ = self.read(literals.parse_int, "the channel's number")
         self.unique(id_, module.channels, "channel")
-        module.channels[id_] = Channel(id_, **self.attributes(_CHANNEL, "channel"))
+        module.channels[id_] = Channel(id_, **self.attributes(CHANNEL, "channel"))
 
     def unique(self, name: object, table: dict[Any, Any], kind: str) -> None:
         if name in table:
@@ -256,7 +248,7 @@ class _Parser:
     # -- programs and ops
 
     def program(self, module: Module) -> None:
-        name = self.read(_symbol_name, "the program's name")
+        name = self.read(symbol_name, "the program's name")
         rank = None
         if module.phase is Phase.SCHEDULED:
             if not name.isdigit():
@@ -265,9 +257,34 @@ class _Parser:
         self.programs.append(self.ops_of(Program(name, rank=rank)))
 
     def body(self, module: Module) -> None:
-        name = self.read(_symbol_name, "the name of the body's function")
+        name = self.read(symbol_name, "the name of the body's function")
         self.unique(name, module.bodies, "body")
         module.bodies[name] = self.ops_of(Program(name))
+
+    def printed_programs(self, text: str, module: Module) -> None:
+        """Read programs with an op on each line.
+
+        Raises:
+            NotPrinted: they are written in another way.
+        """
+        printed = PrintedOps(self._part_attributes, self._part_types)
+        for head, lines in split_programs(text):
+            self.feed(f"{head}}}")
+            self.expect_word("program", "write `program @0(`")
+            self.program(module)
+            printed.read(lines, self.whole(self.programs[-1]))
+
+    def _part_attributes(self, opcode: str, text: str) -> tuple[type[Op], dict[str, Any]]:
+        self.feed(f"{opcode} {text}")
+        cls, known = self.opcode()
+        return cls, self.whole(self.attributes(known, opcode))
+
+    def _part_types(self, text: str) -> Sequence[Type]:
+        self.feed(text)
+        types = [self.type()]
+        while self.accept(","):
+            types.append(self.type())
+        return self.whole(types)
 
     def ops_of(self, program: Program) -> Program:
         """Read parameters and ops into a program."""
@@ -302,12 +319,12 @@ class _Parser:
             self.fail(f"a type stands behind {opcode}, which has no result", "write `%name = `")
         return cls(operands, tuple(results), loc=self.location(), **attributes)
 
-    def opcode(self) -> tuple[type[Op], _Attributes]:
-        entry = _OPS.get(self.token)
+    def opcode(self) -> tuple[type[Op], KnownAttributes]:
+        entry = OPS.get(self.token)
         if entry is None:
             if not self.token:
                 self.fail("the program is not closed", "end the program and the module with }")
-            self.fail(f"'{self.token}' is no op", _suggest(self.token, _OPS))
+            self.fail(f"'{self.token}' is no op", _suggest(self.token, OPS))
         self.next()
         return entry
 
@@ -351,27 +368,7 @@ class _Parser:
         self.next()
         return value
 
-    def attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
-        """The attributes between braces, if there are any; those of many ops are the same."""
-        if self.token != "{":
-            return self._attributes(known, owner)
-        start = self._position
-        try:
-            end = self._tokens.index("}", start)
-        except ValueError:
-            return self._attributes(known, owner)  # which fails
-        key = owner, *self._tokens[start:end]
-        values = self._known_attributes.get(key)
-        if values is None:
-            values = self._attributes(known, owner)
-            if self._position == end + 1:  # no value has braces of its own
-                self._known_attributes[key] = values
-        else:
-            self._position = end + 1
-            self.token = self._tokens[end + 1]
-        return values
-
-    def _attributes(self, known: _Attributes, owner: str) -> dict[str, Any]:
+    def attributes(self, known: KnownAttributes, owner: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if self.accept("{"):
             while not self.accept("}"):
@@ -387,7 +384,7 @@ class _Parser:
             )
         return values
 
-    def attribute(self, known: _Attributes, owner: str, values: dict[str, Any]) -> None:
+    def attribute(self, known: KnownAttributes, owner: str, values: dict[str, Any]) -> None:
         name = self.token
         reader = known.readers.get(name)
         if reader is None:
@@ -416,9 +413,6 @@ class _Parser:
         return type_
 
     def location(self) -> Location | None:
-        if self.token.startswith("loc("):
-            loc: Location = self.read(literals.parse_location, "a location")
-            return loc
         if not self.accept("loc"):
             return None
         self.expect("(", "loc")
