@@ -114,9 +114,12 @@ class EntryStore:
     def _files(self, kind: str, key: str) -> Sequence[Path]:
         """The files of a key, the youngest first."""
         dated: list[tuple[float, str, Path]] = []
-        for file in (self.folder / kind).glob(f"{_stem(key)}-*{_ENDING}"):
-            with suppress(OSError):
-                dated.append((-file.stat().st_mtime, file.name, file))
+        stem = f"{_stem(key)}-"
+        with suppress(OSError), os.scandir(self.folder / kind) as entries:
+            for entry in entries:
+                if entry.name.startswith(stem) and entry.name.endswith(_ENDING):
+                    with suppress(OSError):
+                        dated.append((-entry.stat().st_mtime, entry.name, Path(entry.path)))
         return [file for _, _, file in sorted(dated)]
 
     def _content(self, file: Path) -> str | None:

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -261,7 +261,7 @@ def _is_generated(function: FunctionType) -> bool:
     )
 
 
-def _check_kernels(kernels: Iterable[str]) -> None:
+def _check_kernels(kernels: frozenset[str]) -> None:
     """Return if all kernels that Python has registered for torch's operators are torch's own.
 
     Args:
@@ -271,8 +271,8 @@ def _check_kernels(kernels: Iterable[str]) -> None:
         Replaced: one is for an operator of torch, and not torch's own.
     """
     of_torch: dict[str, frozenset[str]] = {}
-    for key in kernels:
-        if key.startswith(_OPERATORS) and key not in _known_kernels():
+    for key in kernels - _known_kernels():
+        if key.startswith(_OPERATORS):
             operator, _, dispatch = key.rpartition("/")
             if operator not in of_torch:
                 of_torch[operator] = _of_torch(operator.replace("/", "::"))
