@@ -13,6 +13,7 @@ from torch import nn
 import cg
 from cg.tracer.errors import TraceError
 from cg.tracer.method.purity.fake_types import real_kinds
+from cg.tracer.values.heap.variables import users_modules
 
 from .function_tools import check_equal, trace
 
@@ -140,6 +141,6 @@ def test_modules_of_the_user_are_found_whenever_they_come(monkeypatch: pytest.Mo
         module = ModuleType("late")
         module.__file__ = __file__
         monkeypatch.setitem(sys.modules, "late", module)
-        with real_kinds({}, {}):
+        with real_kinds({}, map(vars, users_modules())):
             assert "type" in vars(module)
         assert "type" not in vars(module)

@@ -7,14 +7,12 @@ So the name `type` means something else in the user's modules while a method is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-
-from ...values.heap.variables import users_modules
 
 
 class _Type:
@@ -68,15 +66,15 @@ class _Type:
 
 
 @contextmanager
-def real_kinds(kinds: Mapping[int, type], space: dict[str, Any]) -> Iterator[None]:
-    """Let `type(x)` of a fake give its real type inside the `with` block, in the user's files.
+def real_kinds(kinds: Mapping[int, type], spaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Let `type(x)` of a fake give its real type inside the `with` block.
 
     Args:
         kinds: the type that a fake stands for, by the `id` of the fake.
-        space: the globals of the traced function.
+        spaces: the globals of the user's functions.
     """
     instead = _Type(kinds)
-    spaces = [names for names in (space, *map(vars, users_modules())) if "type" not in names]
+    spaces = [names for names in spaces if "type" not in names]
     try:
         for names in spaces:
             names["type"] = instead

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +14,7 @@ from ...values.actor_state import put_state
 from ...values.float8_layers import Float8Recipe
 from ...values.heap.reach import Reach, reach_modules
 from ...values.heap.snapshot import Snapshot
+from ...values.heap.variables import users_modules
 from ...values.interface import TracedCall
 from ..replaced.replaced_functions import ReplacedFunctions
 from .as_eager import checkpoints_as_eager, compiled_as_eager
@@ -91,10 +93,11 @@ class Scene:
             ):
                 stack.callback(_surely, undo)
             put_state(state, self.state)
-            with self._as_it_runs():
+            modules = users_modules()
+            with self._as_it_runs(modules):
                 own = surroundings.changed_places()  # of the modes
                 attributes = self.attributes = Snapshot(state.containers)
-                elsewhere = UsersModules(reach_modules() if compares else Reach())
+                elsewhere = UsersModules(reach_modules(modules) if compares else Reach())
                 self._changed = lambda: (
                     bool(attributes.changes() or contents.changes() or elsewhere.changes())
                     or surroundings.changed_places() != own
@@ -108,15 +111,19 @@ class Scene:
             self.initial += surroundings.check(self.call)
 
     @contextmanager
-    def _as_it_runs(self) -> Iterator[None]:
-        """Enter the modes in which a call on fakes behaves like a real one, and is watched."""
+    def _as_it_runs(self, modules: Iterable[ModuleType]) -> Iterator[None]:
+        """Enter the modes in which a call on fakes behaves like a real one, and is watched.
+
+        Args:
+            modules: the user's own.
+        """
         state, function = self.call.state, self.call.function
         space = getattr(inspect.unwrap(function), "__globals__", {})
         kinds = {id(f): type(t.tensor) for f, t in zip(self.state, state.tensors, strict=True)}
         with (
             self.mode,
             self.watch,
-            real_kinds(kinds, space),
+            real_kinds(kinds, (space, *map(vars, modules))),
             generator_watched(self.call.shown),
             padded_rows_zeroed(state),
             without_fused_recurrence(state),

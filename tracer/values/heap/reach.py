@@ -36,7 +36,7 @@ from .kinds import (
     slots_of,
 )
 from .snapshot import MISSING, ModuleNames, Snapshot, read_cell
-from .variables import closure_of, is_users, names_of, users_modules
+from .variables import closure_of, is_users, names_of
 
 NEAR = 3
 """How many containers deep `reach_near` looks."""
@@ -234,16 +234,16 @@ def reach_near(
     return reach
 
 
-def reach_modules() -> Reach:
+def reach_modules(modules: Iterable[ModuleType]) -> Reach:
     """The names of the user's modules, and the containers among their values, not walked.
 
-    A large program has thousands of modules and of names, and this is asked once a call. So whether
-    a value is a container is told by its class, which is looked at once.
+    A large program has thousands of names, and this is asked once a call. So whether a value is a
+    container is told by its class, which is looked at once.
     """
     reach = Reach()
     seen: set[int] = set()
     holds: dict[type, bool] = {}
-    for module in users_modules():
+    for module in modules:
         space = vars(module)
         reach.containers.append((space, module.__name__))
         holders = []

@@ -113,7 +113,7 @@ def is_users(module: ModuleType) -> bool:
 
 
 class _SearchedModules:
-    """The user's modules, searched anew where modules have come or gone.
+    """The user's modules; of those that are loaded later, the new ones alone are looked at.
 
     A process that has imported torch has thousands of modules. Looking up the file of each in every
     trace takes a tenth of the time of tracing.
@@ -127,15 +127,13 @@ class _SearchedModules:
     def __call__(self) -> list[ModuleType]:
         """The modules that are the user's own, and that whose name is `__main__`."""
         names, values = list(sys.modules), list(sys.modules.values())
-        if names != self._names or not all(map(is_, values, self._all)):
-            known = dict(zip(self._names, zip(self._all, self._users, strict=True), strict=True))
-            users: list[bool] = []
-            for name, module in zip(names, values, strict=True):
-                before, is_own = known.get(name, (None, False))
-                is_new = before is not module
-                users.append(_is_users_or_main(name, module) if is_new else is_own)
-            self._names, self._all, self._users = names, values, users
-        return list(compress(self._all, self._users))
+        known = len(self._names)
+        if names[:known] != self._names or not all(map(is_, values, self._all)):
+            self._users, known = [], 0
+        if len(names) > known:
+            self._users += map(_is_users_or_main, names[known:], values[known:])
+        self._names, self._all = names, values
+        return list(compress(values, self._users))
 
 
 def _is_users_or_main(name: str, module: ModuleType) -> bool:
