@@ -239,3 +239,16 @@ def test_a_second_start_reads_no_graph(tmp_path: Path, monkeypatch: pytest.Monke
     first = trained(Version(), tmp_path, store)
     monkeypatch.setattr(stored_traces, "_read_nodes", pytest.fail)
     assert trained(Version(), tmp_path, store) == first
+
+
+def test_a_torch_function_has_its_code_where_no_rank_runs_it(tmp_path: Path) -> None:
+    """Ranks keep one text of it, which those that run it read as well."""
+    store = MemoryStore()
+    traced(Version(), tmp_path, store)
+    parts = [text.split("\n") for texts in store.texts.values() for text in texts]
+    pieces = [json.loads(part[2]) for part in parts if json.loads(part[0])["log"] is None]
+    assert pieces
+    for content in pieces:
+        sections = [piece for _, section in content["sections"] for piece in section["parts"]]
+        for piece in filter(None, [content["forward"], *sections]):
+            assert list(piece["sources"]) == ["plain"]

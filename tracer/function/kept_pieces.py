@@ -59,6 +59,9 @@ class PieceFacts:
     def json(self, piece: Subgraph, joint: Joint) -> Json:
         """The JSON of the piece, with the sources that were generated.
 
+        A piece that has no actor's state has its source even if no rank of this process runs it:
+        those that do find this text under the same key.
+
         Args:
             piece: the piece.
             joint: the joint graph that it was cut from.
@@ -66,6 +69,8 @@ class PieceFacts:
         Raises:
             NotStorable: a type has no text.
         """
+        if not joint.tensors and not self.sources.known:
+            self.sources.plain()
         numbers = {id(tensor): i for i, tensor in enumerate(joint.tensors)}
         slots = [id(rebind.slot) for rebind in joint.rebound]
         gradients = [[numbers[id(g.tensor)], g.owned] for g in piece.gradients]
