@@ -24,6 +24,7 @@ from ...passes.simulate.stage_memory import recomputable
 from ...tracer.graph.autodiff.saved_tensors import SavingLimits
 from ...tracer.method.binding import definition
 from ...tracer.record.actors.undo import Undo
+from ...tracer.record.collector import collector_paused
 from ...tracer.record.trace import Trace
 from ..runtime.agreement import check_compilation, check_fuse, check_memory
 from ..runtime.numbering import Definition, Numbering
@@ -422,6 +423,7 @@ class Lowered:
         """The passes for a schedule."""
         return options.pipeline_of(fabrics_of(self._world), self._driver(options) is not None)
 
+    @collector_paused()
     def _compile(
         self,
         options: CompileOptions,
@@ -430,21 +432,19 @@ class Lowered:
     ) -> Compiled:
         fitted = self._as_traced(options) if fitted is None else fitted
         traces = [fit.trace for fit in fitted]
+        driver = self._driver(options)
         for trace in traces:
             check_transports(trace.module.program)
-        check_late_settings(options.settings)
-        driver = self._driver(options)
-        if driver is not None:
-            for trace in traces:
+            if driver is not None:
                 check_keywords(self._step.fn, trace.inputs, Compiled.execute)
+        check_late_settings(options.settings)
         check_compilation(self._world, self._step.name, traces, options.agreed())
-        pipeline_of = self._pipeline_of(options)
+        pipeline_of, narrows = self._pipeline_of(options), options.saved is not None
         variants = []
         for fit in fitted:
-            chosen = replace(options, schedule=fit.schedule)
             loc, remat = definition(self._step.fn), tuple(sorted(self._remat))
-            narrows, limits = options.saved is not None, dict(fit.limits)
-            facts = PlanFacts(options.fuse, options.max_inflight, remat, limits, narrows)
+            facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits), narrows)
             more = self._step.name, loc, facts, self._world, driver is not None
+            chosen = replace(options, schedule=fit.schedule)
             variants.append(make_variant(fit, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cg
+from cg.launch.api import lowered as lowered_module
+from cg.launch.api.compiled_programs import make_variant
 from cg.tracer.graph.codegen import codegen
 from cg.tracer.graph.codegen.bodies import GraphBody
 from cg.tracer.record.collector import collector_paused
@@ -122,7 +124,7 @@ def test_frozen_objects_are_counted_behind_large_traces_alone(
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_before_a_trace(enabled: bool) -> None:
+def test_the_collector_is_as_before_a_trace(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = cg.actor(Layer).on(0)()
 
     @cg.trace
@@ -132,11 +134,21 @@ def test_the_collector_is_as_before_a_trace(enabled: bool) -> None:
             raise ValueError("as it was asked to")
         return actor.forward(x)
 
+    paused: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        paused.append(gc.isenabled())
+        return make_variant(*args)
+
+    monkeypatch.setattr(lowered_module, "make_variant", noted)
     was_on = gc.isenabled()
     has_frozen = gc.get_freeze_count() > 0
     try:
         (gc.enable if enabled else gc.disable)()
-        step.lower(torch.randn(2, 4), False)
+        lowered = step.lower(torch.randn(2, 4), False)
+        assert gc.isenabled() is enabled
+        assert lowered.compile()
+        assert paused == [False]
         assert gc.isenabled() is enabled
         with pytest.raises(ValueError, match="asked to"):
             step.lower(torch.randn(2, 4), True)
