@@ -1,8 +1,8 @@
 """Read programs as they are printed: an op on each line.
 
-Ops have many attributes, types and locations in common. What stands behind the operands is read
-once for all lines in which it is the same, so most ops take a few lookups, and half the time of
-their tokens. Programs that are written in another way, or malformed, are left to the tokens.
+Ops have many attributes, types and locations in common. The text behind the operands is read once
+for all lines in which it is the same, so most ops take a few lookups, and half the time of their
+tokens. Programs that are written in another way, or malformed, are left to the tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def split_programs(text: str) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """The opcode of an op, and all that stands behind its operands."""
+    """The class of an op, and the parts of its text behind the operands."""
 
     cls: type[Op]
     attributes: dict[str, Any]
