@@ -64,7 +64,7 @@ def split_programs(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tail:
+class _OpEnding:
     """The class of an op, and the parts of its text behind the operands."""
 
     cls: type[Op]
@@ -83,7 +83,7 @@ class PrintedOps:
     def __init__(self, attributes: Attributes, types: Types) -> None:
         self._read_attributes = attributes
         self._read_types = types
-        self._tails: dict[tuple[str, str], _Tail] = {}
+        self._endings: dict[tuple[str, str], _OpEnding] = {}
         self._attributes: dict[tuple[str, str], tuple[type[Op], dict[str, Any]]] = {}
         self._types: dict[str, Sequence[Type]] = {"": ()}
         self._locations: dict[str, Location | None] = {"": None}
@@ -102,17 +102,17 @@ class PrintedOps:
             if not opening or not closing:
                 raise NotPrinted
             names, _, opcode = left.rpartition(" = ")
-            tail = self._tails.get((opcode, behind))
-            if tail is None:
-                tail = self._tails[opcode, behind] = self._tail(opcode, behind)
+            ending = self._endings.get((opcode, behind))
+            if ending is None:
+                ending = self._endings[opcode, behind] = self._ending(opcode, behind)
             try:
                 used = tuple([values[name] for name in operands.split(", ")]) if operands else ()
             except KeyError:
                 raise NotPrinted from None
-            results = _define(names, tail.types, values)
-            program.ops.append(tail.cls(used, results, loc=tail.location, **tail.attributes))
+            results = _define(names, ending.types, values)
+            program.ops.append(ending.cls(used, results, loc=ending.location, **ending.attributes))
 
-    def _tail(self, opcode: str, text: str) -> _Tail:
+    def _ending(self, opcode: str, text: str) -> _OpEnding:
         before, loc, line = text.rpartition(" loc(")
         attributes, _, types = (before if loc else text).partition(" : ")
         location = f"loc({line}" if loc else ""
@@ -123,7 +123,7 @@ class PrintedOps:
             self._types[types] = self._read_types(types)
         if location not in self._locations:
             self._locations[location] = parse_location(location)
-        return _Tail(*self._attributes[key], self._types[types], self._locations[location])
+        return _OpEnding(*self._attributes[key], self._types[types], self._locations[location])
 
 
 def _define(names: str, types: Sequence[Type], values: dict[str, Value]) -> tuple[Value, ...]:
