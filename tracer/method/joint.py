@@ -34,6 +34,7 @@ from .attention.varlen_calls import attention_traced
 from .binding import explain_misfit
 from .call_fakes import input_fakes, state_fakes
 from .float8.linear import in_float8
+from .float8.shared_casts import share_casts
 from .joint_graph import Joint, JointNodes
 from .node_memory import memory_of, sharing, state_references
 from .purity.changes import Rebind, sort_changes
@@ -346,6 +347,7 @@ class _JointTrace(Scene):
     def _joint(self, owner: fx.GraphModule) -> Joint:
         assert self.results is not None
         pass_marks(simplify(owner.graph), self.recorder.locations)
+        share_casts(owner.graph, self.forward)
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))
