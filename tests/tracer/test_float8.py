@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cg
 from cg.tracer.graph.codegen.bodies import GraphBody
+from cg.tracer.method.float8.eager import computing_in_float8
 from cg.tracer.method.float8.formula import FLOAT8_MM, quantised, scales
-from cg.tracer.values.float8_layers import Float8Recipe, unsupported
+from cg.tracer.values.float8_layers import Float8Recipe, Float8Use, unsupported
 
 from ..worlds import virtual_world
 
@@ -331,3 +332,72 @@ def test_plans_show_their_layers() -> None:
         'cg.plan({\n    "head.*": cg.cut(0, "tp"),\n})\n'
         '| cg.float8("blocks.*", recipe="tensorwise", skip=[\'blocks.0\'])'
     )
+
+
+@cg.actor
+class Sharing(nn.Module):
+    """Two layers of one input, which may be written to in between."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.writes = writes
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def loss(self, x: Tensor) -> Tensor:
+        h = x * 2
+        query = self.query(h)
+        if self.writes:
+            h.mul_(3)
+        return (query * self.key(h)).sum()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "writes"), [("tensorwise", False), ("tensorwise", True), ("rowwise", False)]
+)
+def test_layers_of_one_input_share_its_cast(recipe: str, writes: bool) -> None:
+    """They have the bits of plain Python, where each casts it; a write in between parts them."""
+    stage = Sharing.on(0, plan=cg.float8("*", recipe=recipe))(writes)
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss = stage.loss(x)
+        cg.backward(loss)
+        return loss
+
+    x = torch.randn(16, 32)
+    loss = step(x)
+    found = {name: p.grad.clone() for name, p in stage.local.named_parameters()}
+    stage.local.zero_grad()
+    with computing_in_float8(stage.local, Float8Use(cg.float8("*", recipe=recipe).float8)):
+        expected = stage.local.loss(x)
+        expected.backward()
+    assert torch.equal(loss, expected)
+    for name, parameter in stage.local.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name
+
+
+def test_a_scale_of_somebody_else_stays() -> None:
+    """A weight may be cast by a formula of the user, too."""
+
+    @cg.actor
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.linear.weight
+            scale = 3 / weight.abs().amax()
+            own = (weight * scale).clamp(-2, 2).to(E4M3).float()
+            return self.linear(x) + x @ own
+
+    own = Own.on(0, plan=cg.float8("*"))()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        return own.forward(x)
+
+    x = torch.randn(16, 32)
+    assert torch.equal(step(x), own.forward(x))

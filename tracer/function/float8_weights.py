@@ -1,8 +1,9 @@
-"""Functions that prepare an actor's weights for float8: their greatest magnitudes, and their casts.
+"""Functions that prepare an actor's weights for float8: their scales, and their casts.
 
-The magnitudes of all weights with one scale are a vector, so that one reduction over the ranks
-serves all of them. Each weight is cast once in a step. A stored weight is cast where it rests, and
-gathered as float8. torchao does the same for FSDP (`torchao/float8/fsdp_utils.py`).
+The greatest magnitudes of all weights with one scale are a vector, so that one reduction over the
+ranks serves all of them, and so are their scales. Each weight is cast once in a step. A stored
+weight is cast where it rests, and gathered as float8. torchao does the same for FSDP
+(`torchao/float8/fsdp_utils.py`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class PreparingGraphs:
         takes: tuple[TensorType, ...],
         compute: Callable[..., tuple[Tensor, ...]],
         kind: object,
+        device: torch.device,
     ) -> Body:
         """A body that computes from tensors of the state, as those of traced methods do.
 
@@ -71,13 +73,14 @@ class PreparingGraphs:
             takes: the types of what the graph takes besides.
             compute: takes both, and gives the results.
             kind: equal for each `compute` that does the same.
+            device: the device of what the graph takes besides.
         """
         pieces = [tensor.tensor.detach() for tensor in reads]
         layouts = tuple((x.dtype, x.device, tuple(x.shape), x.stride()) for x in pieces)
-        key = kind, layouts, takes
+        key = kind, layouts, takes, device
         nodes, sources = self._known.get(key, (None, None))
         if nodes is None:
-            examples = [torch.empty(each.shape, device=pieces[0].device) for each in takes]
+            examples = [torch.empty(each.shape, device=device) for each in takes]
             traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
             nodes = Lazy.known(PieceNodes(traced.graph, traced, {}))
         piece = Subgraph(
@@ -120,7 +123,7 @@ class Float8Weights:
 
     @property
     def reduced(self) -> TensorType:
-        """The type of the vector of magnitudes."""
+        """The type of the vector of magnitudes, and of the vector of scales."""
         return TensorType(DType.F32, (len(self.paths),))
 
     @property
@@ -147,16 +150,31 @@ class Float8Weights:
             once=True,
         )
         held = [self._held(path) for path in self.paths]
+        bodies = {}
+        for rank, device in self._devices().items():
+            reads = tuple(tensor[rank] for tensor in held)
+            compute = _magnitudes, "magnitudes"
+            bodies[rank] = self.graphs.body(function, reads, (), *compute, device)
+        return _part(function, bodies)
+
+    def scales(self) -> TracedPart:
+        """The function that gives the scales for the magnitudes of whole weights."""
+        function = Function(
+            f"{self.actor}.float8.scales",
+            (self.reduced,),
+            (self.reduced,),
+            actor=self.actor,
+            loc=self.loc,
+            once=True,
+        )
         bodies = {
-            rank: self.graphs.body(
-                function, tuple(tensor[rank] for tensor in held), (), _magnitudes, "magnitudes"
-            )
-            for rank in self.tensors
+            rank: self.graphs.body(function, (), (self.reduced,), _scales, "scales", device)
+            for rank, device in self._devices().items()
         }
         return _part(function, bodies)
 
     def casts(self, path: str) -> TracedPart:
-        """The function that casts a weight, or each rank's piece of it; it takes the magnitudes."""
+        """The function that casts a weight, or each rank's piece of it; it takes the scales."""
         logical = None if self.group is None else self.group.logical[path]
         (tensor, *_) = self._held(path).values()
         shape, layout = tensor.shape, None if logical is None else logical.layout
@@ -172,7 +190,7 @@ class Float8Weights:
         return self._cast(function, path, None)
 
     def gathers(self, path: str) -> ParameterGather:
-        """The gather of a stored weight as float8; what reads the piece takes the magnitudes."""
+        """The gather of a stored weight as float8; what reads the piece takes the scales."""
         assert self.group is not None, "weights are stored on a mesh"
         logical = self.group.logical[path]
         flat = FlatParameter.of(logical, self.group.mesh)
@@ -199,10 +217,15 @@ class Float8Weights:
             for rank, tensors in self.tensors.items()
         }
 
+    def _devices(self) -> dict[int, torch.device]:
+        """The device of each rank that this process plays."""
+        first = self._held(self.paths[0])
+        return {rank: tensor.tensor.device for rank, tensor in first.items()}
+
     def _cast(self, function: Function, path: str, numel: int | None) -> TracedPart:
         """A function that casts a rank's piece of a weight.
 
-        Its graph takes one magnitude, so that weights of equal sizes share a graph.
+        Its graph takes one scale, so that weights of equal sizes share a graph.
 
         Args:
             function: the function.
@@ -211,25 +234,30 @@ class Float8Weights:
         """
         number = self.paths.index(path)
 
-        def cast(weight: Tensor, maximum: Tensor) -> tuple[Tensor, ...]:
-            result = quantised(weight, scales_of(maximum, WEIGHT), WEIGHT)
-            return (result if numel is None else filled_up(result, numel),)
+        def cast(weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+            result = quantised(weight, scale, WEIGHT)
+            if numel is None:
+                return (result,)
+            is_full = result.numel() == numel
+            return (result.reshape(-1) if is_full else filled_up(result, numel),)
 
         def chosen(body: Body) -> Body:
-            return lambda maxima: body(maxima[number])
+            return lambda scales: body(scales[number])
 
         scalar = TensorType(DType.F32, ())
-        bodies = {
-            rank: wrapped_body(
-                self.graphs.body(function, (tensor,), (scalar,), cast, ("cast", numel)), chosen
-            )
-            for rank, tensor in self._held(path).items()
-        }
+        devices, kind, bodies = self._devices(), ("cast", numel), {}
+        for rank, tensor in self._held(path).items():
+            body = self.graphs.body(function, (tensor,), (scalar,), cast, kind, devices[rank])
+            bodies[rank] = wrapped_body(body, chosen)
         return _part(function, bodies)
 
 
 def _part(function: Function, bodies: Mapping[int, Body]) -> TracedPart:
     return TracedPart(function, RankBodies.of(bodies) if bodies else None)
+
+
+def _scales(maxima: Tensor) -> tuple[Tensor, ...]:
+    return (scales_of(maxima, WEIGHT),)
 
 
 def _magnitudes(*weights: Tensor) -> tuple[Tensor, ...]:

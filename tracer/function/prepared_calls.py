@@ -75,11 +75,11 @@ def preparing(
         return result
 
     params = [Value(names.fresh("x"), t) for t in function.inputs[len(prepared) :]]
-    maxima = call(weights.maxima(), (), "maxima")
+    scales = call(weights.scales(), (call(weights.maxima(), (), "maxima"),), "scales")
     values = [
-        maxima
+        scales
         if len(tensor.sources) > 1
-        else call(weights.casts(tensor.sources[0].path), (maxima,), "weight")
+        else call(weights.casts(tensor.sources[0].path), (scales,), "weight")
         for tensor in prepared
     ]
     results = tuple(Value(names.fresh("y"), type_) for type_ in function.outputs)

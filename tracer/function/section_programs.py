@@ -165,7 +165,7 @@ class SectionProgram:
                     assert self.float8 is not None, "a plan says what is cast"
                     (source,) = tensor.sources
                     gather = self.float8.gathers(source.path)
-                    writer.gather(gather, transfer.after, writer.maxima(self.float8))
+                    writer.gather(gather, transfer.after, writer.scales(self.float8))
                 else:
                     writer.gather(self.stored.gathers(tensor.path), transfer.after)
             if part is not None:
@@ -209,7 +209,7 @@ class _SectionWriter:
         self._params = [self._value(version) for version in takes]
         self._values = dict(zip(takes, self._params, strict=True))
         self._done: Value | None = None
-        self._maxima: Value | None = None
+        self._scales: Value | None = None
         self._ops: list[CallOp | TransferOp | Return] = []
 
     def _value(self, version: Version) -> Value:
@@ -250,28 +250,30 @@ class _SectionWriter:
         """True if there is a value of a version."""
         return version in self._values
 
-    def maxima(self, weights: Float8Weights) -> Value:
-        """The greatest magnitudes of an actor's weights, which ranks reduce once."""
-        if self._maxima is None:
-            terms, type_ = self._hand(weights.maxima(), (), "maxima.terms"), weights.reduced
-            self._maxima = terms if terms.type == type_ else self._moved(terms, type_, "maxima")
-        return self._maxima
+    def scales(self, weights: Float8Weights) -> Value:
+        """The scales of an actor's weights, whose greatest magnitudes ranks reduce once."""
+        if self._scales is None:
+            scales = weights.scales()
+            terms = self._hand(weights.maxima(), (), "maxima.terms")
+            maxima = self._travel(terms, scales, "maxima")
+            self._scales = self._hand(scales, (maxima,), "scales")
+        return self._scales
 
     def prepare(
         self, version: Version, weights: Float8Weights, sources: Sequence[StateTensor]
     ) -> None:
-        """Make a version: the greatest magnitudes of an actor's weights, or the cast of one."""
-        value = self.maxima(weights)
+        """Make a version: the scales of an actor's weights, or the cast of one."""
+        value = self.scales(weights)
         if len(sources) == 1:
             value = self._hand(weights.casts(sources[0].path), (value,), version.node.name)
         self._values[version] = value
 
     def gather(
-        self, gather: ParameterGather, version: Version, maxima: Value | None = None
+        self, gather: ParameterGather, version: Version, scales: Value | None = None
     ) -> None:
-        """Gather or fetch a stored parameter; as float8 if there are magnitudes."""
+        """Gather or fetch a stored parameter; as float8 if there are scales."""
         base = version.node.name
-        takes = () if maxima is None else (maxima,)
+        takes = () if scales is None else (scales,)
         rest = self._hand(gather.read, takes, f"{base}.rest")
         full = self._travel(rest, gather.make, f"{base}.full")
         self._values[version] = self._hand(gather.make, (full,), base)

@@ -1,26 +1,29 @@
 """The weights of a joint graph that are prepared outside of it, once for many calls.
 
-With one scale for each tensor, a method's graph begins with the greatest magnitude of each weight,
-and with the weight cast to float8. Both depend on the weights alone. Where ranks hold pieces,
-the magnitudes are a vector that an actor's ranks compute once, and stored weights are cast before
-they are gathered. The graph then takes the vector and the casts as it takes state.
+With one scale for each tensor, a method's graph begins with the scale of each weight, and with the
+weight cast to float8. Both depend on the weights alone. So the scales are a vector that an actor's
+ranks compute once, and stored weights are cast before they are gathered. The graph then takes the
+vector and the casts as it takes state.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..lazy import Lazy
+from ..method.float8.formula import scales_of
 from ..method.joint_graph import Joint, JointNodes
 from ..values.actor_state import StateAttribute, StateTensor
 
-MAXIMA = "float8.maxima"
-"""The path that stands for the vector of greatest magnitudes."""
+SCALES = "float8.scales"
+"""The path that stands for the vector of scales."""
 
 _ATEN = torch.ops.aten
 
@@ -35,12 +38,12 @@ class _WeightUse:
     """A use of a weight in a graph.
 
     Attributes:
-        maximum: the node of its greatest magnitude.
+        scale: the node of its scale.
         cast: the node of the weight in float8.
         between: the nodes that serve these two alone.
     """
 
-    maximum: fx.Node
+    scale: fx.Node
     cast: fx.Node
     between: tuple[fx.Node, ...]
 
@@ -78,11 +81,11 @@ class PreparedGraph:
         if not uses:
             return None
         writer = _Writer(joint)
-        maximum = uses[0][2].maximum
+        scale = uses[0][2].scale
         twice = (*weights, *weights) if len(weights) == 1 else tuple(weights)
-        vector = writer.state(twice, maximum, (len(weights),), torch.float32)
+        vector = writer.state(twice, scale, (len(weights),), torch.float32)
         for number, index, use in uses:
-            writer.select(use.maximum, vector, number)
+            writer.select(use.scale, vector, number)
             writer.instead(use.cast, index)
         writer.erase(node for *_, use in uses for node in reversed(use.between))
         return writer.result()
@@ -99,7 +102,7 @@ def _derived(sources: tuple[StateTensor, ...]) -> StateTensor:
 
     The vector of a single weight has two sources, the weight twice.
     """
-    path = MAXIMA if len(sources) > 1 else cast_path(sources[0].path)
+    path = SCALES if len(sources) > 1 else cast_path(sources[0].path)
     return StateTensor(sources[0].tensor, [StateAttribute(None, None, (), path)], sources=sources)
 
 
@@ -119,19 +122,38 @@ def _casts(weight: fx.Node, magnitude: fx.Node, maximum: fx.Node) -> Iterator[_W
         for scaled in wide.users:
             if scaled.target is not _ATEN.mul.Tensor or scaled.args[0] is not wide:
                 continue
-            if not _descends(scaled.args[1], maximum):
+            chain = _chain(scaled.args[1], maximum)
+            if tuple(map(_operation, chain)) != _scale_operations():
                 continue
             (bounded,) = scaled.users
             (cast,) = bounded.users
             own = () if wide is weight else (wide,)
-            yield _WeightUse(maximum, cast, (magnitude, maximum, *own, scaled, bounded, cast))
+            between = (magnitude, maximum, *chain, *own, scaled, bounded, cast)
+            yield _WeightUse(chain[-1], cast, between)
 
 
-def _descends(node: Any, ancestor: fx.Node) -> bool:
-    """True if a node is computed from another one, operand by first operand."""
+def _chain(node: Any, ancestor: fx.Node) -> list[fx.Node]:
+    """The nodes by which one is computed from another, each from its first operand, in order.
+
+    Empty: it is not, or is that one.
+    """
+    nodes: list[fx.Node] = []
     while isinstance(node, fx.Node) and node is not ancestor and node.op == "call_function":
+        nodes.insert(0, node)
         node = next(iter(node.all_input_nodes), None)
-    return node is ancestor
+    return nodes if node is ancestor else []
+
+
+@functools.cache
+def _scale_operations() -> tuple[object, ...]:
+    """What computes a weight's scale from its greatest magnitude: others may scale it, too."""
+    traced = make_fx(lambda maximum: scales_of(maximum, torch.float8_e4m3fn))(torch.ones(()))
+    return tuple(_operation(n) for n in traced.graph.nodes if n.op == "call_function")
+
+
+def _operation(node: fx.Node) -> object:
+    """An operator with all that it takes besides its first operand."""
+    return node.target, node.args[1:], dict(node.kwargs)
 
 
 class _Writer:
@@ -152,15 +174,15 @@ class _Writer:
         """The placeholder of what is computed from weights, on the device of a node."""
         if weights not in self._state:
             with self._graph.inserting_before(self._first):
-                node = self._graph.placeholder("float8_weight" if len(weights) == 1 else "maxima")
+                node = self._graph.placeholder("float8_weight" if len(weights) == 1 else "scales")
             node.meta["val"] = like.meta["val"].new_empty(shape, dtype=dtype)
             self._forward.add(node.name)
             self._state[weights] = node
         return self._state[weights]
 
-    def select(self, maximum: fx.Node, vector: fx.Node, number: int) -> None:
-        """Take a weight's greatest magnitude from the vector."""
-        old = self._of[maximum]
+    def select(self, scale: fx.Node, vector: fx.Node, number: int) -> None:
+        """Take a weight's scale from the vector."""
+        old = self._of[scale]
         with self._graph.inserting_before(old):
             new = self._graph.call_function(_ATEN.select.int, (vector, 0, number))
         new.meta["val"] = vector.meta["val"].select(0, number)
