@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cg
+from cg.backends.fusion import fuse
+from cg.backends.fusion.split import CompiledGraphs, compile_in_parts
 from cg.ir.attributes import Traffic
 from cg.ir.ops import AllReduce, Call, Collective
 from cg.ir.ops.module import Module
@@ -34,10 +37,11 @@ _world = virtual_world(8, threads=1, scope="module")
 class Pair(nn.Module):
     """Two layers, whose results stay small."""
 
-    def __init__(self) -> None:
+    def __init__(self, gated: bool = False) -> None:
         super().__init__()
         self.up = nn.Linear(SIZE, 2 * SIZE, bias=False)
         self.down = nn.Linear(2 * SIZE, SIZE, bias=False)
+        self.gate = nn.Linear(SIZE, 2 * SIZE, bias=False) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).clamp(0, 1)).clamp(-2, 2)
@@ -47,10 +51,12 @@ class Pair(nn.Module):
 class Pairs(RecordingStage):
     """Layers in float8; as a plain object as well, so that it is its own oracle."""
 
-    def __init__(self, seed: int, recipe: str, optimizer: str, depth: int = 1) -> None:
+    def __init__(
+        self, seed: int, recipe: str, optimizer: str, depth: int = 1, gated: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Pair() for _ in range(depth))
+        self.blocks = nn.ModuleList(Pair(gated) for _ in range(depth))
         self.is_integer = optimizer == "signs"
         self.finish(optimizer, False)
         if self.is_integer:
@@ -213,4 +219,96 @@ def test_maxima_of_all_weights_are_reduced_once(store: Any) -> None:
         counts.append(sum(promised(t) == TensorType(DType.F32, (4,), t.place) for t in types))
         casts = sum(name.endswith("weight.float8") for name in calls)
         assert casts == (0 if store is STORE else 4)
+    assert counts[0] == counts[1] > 0
+
+
+@cg.actor
+class Attending(Pairs):
+    """Layers of which two multiply one input, as those to queries and keys do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.up(x).clamp(0, 1) * block.gate(x))
+        return x
+
+
+def deep(depth: int, recipe: str | None, **options: Any) -> Any:
+    """The compiled training of a stack of layers on two ranks that store the weights."""
+    plan = cg.plan({"forward(x)|loss(h)|loss(y)": cg.cut(0, "dp")})
+    if recipe is not None:
+        plan = plan | cg.float8("blocks.*", recipe=recipe)
+    make = Attending.on(cg.mesh(dp=2), plan=plan, store=STORE)
+    stage = make(0, recipe or "tensorwise", "sgd", depth, True)
+    lowered = cg.trace(training.step_of([stage], 1)).lower(*batch(0, DEEP_ROWS, "reals", SIZE))
+    return lowered.compile(fsdp=cg.fsdp(keep="task"), **options)
+
+
+DEEP_ROWS = 64
+"""So many that activations hold more than weights."""
+
+
+def casts(types: Any) -> int:
+    """The number of float8 tensors among types."""
+    kinds = DType.F8E4M3, DType.F8E5M2
+    return sum(isinstance(t, TensorType) and t.dtype in kinds for t in types)
+
+
+@pytest.fixture(scope="module")
+def stacks(_world: None) -> dict[tuple[int, bool], Any]:
+    """Compiled stacks of 2 and 3 layers, in float8 and not."""
+    recipes = {True: "tensorwise", False: None}
+    return {(n, is_cast): deep(n, recipes[is_cast]) for n in (2, 3) for is_cast in recipes}
+
+
+def test_backwards_make_casts_layer_by_layer(stacks: Any) -> None:
+    """What a part hands to later ones does not grow with the layers behind it."""
+    given = []
+    for depth in (2, 3):
+        functions = stacks[depth, True].module.functions.values()
+        backward = [f for f in functions if ".backward.part" in f.name]
+        given.append(max(casts(f.outputs) for f in backward))
+    assert given[0] == given[1] > 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_program_in_float8_holds_no_more_at_its_peak(depth: int, stacks: Any) -> None:
+    peaks = [plan.peak for plan in stacks[depth, True].memory_analysis()]
+    limits = [plan.peak for plan in stacks[depth, False].memory_analysis()]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def test_layers_of_one_input_share_its_cast(stacks: Any) -> None:
+    """A layer has three weights and two inputs, and so two greatest magnitudes to reduce."""
+    reductions = []
+    for depth in (2, 3):
+        ops = collectives(stacks[depth, True].module, 0)
+        reductions.append(sum(isinstance(op, AllReduce) for op in ops))
+    gradients = 3
+    assert reductions[1] - reductions[0] == 2 + gradients
+
+
+def test_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[fx.GraphModule] = []
+
+    def compile_(module: fx.GraphModule, _: Any) -> Any:
+        compiled.append(module)
+        return lambda values: module(*values)
+
+    def fuser() -> Any:
+        graphs = CompiledGraphs(compile_)
+
+        def run(module: fx.GraphModule, examples: Any) -> Any:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            fakes = [mode.from_tensor(example) for example in examples]
+            return compile_in_parts(module, fakes, mode, graphs)
+
+        return run
+
+    monkeypatch.setitem(fuse.FUSERS, "inductor", fuser)
+    counts = []
+    for depth in (3, 4):
+        step = deep(depth, "tensorwise", fuse="inductor")
+        step(*batch(0, DEEP_ROWS, "reals", SIZE))
+        counts.append(len(compiled))
+        compiled.clear()
     assert counts[0] == counts[1] > 0

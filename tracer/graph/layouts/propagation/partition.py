@@ -18,8 +18,9 @@ from ....method.node_memory import memory_of
 from ....values.operators import is_random
 from ...autodiff.subgraphs import has_effect
 from ..versions import LayoutTransfer, Propagation, Version
+from .late_nodes import LateNodes
 from .local_writes import LocalWrites
-from .part_order import behind_part_ahead, gives_views, is_product, last_of_buckets, movable
+from .part_order import behind_part_ahead, last_of_buckets
 from .rank_graphs import Graphs, Name, build_all, kind, numbered
 from .refusals import draws_late
 from .writes import StateWrites
@@ -211,33 +212,20 @@ class _Partitioner:
         return transfer.before not in self.transfers
 
     def _put_off(self, writes: StateWrites) -> None:
-        """Move two kinds of values to the parts that read them.
-
-        These are values whose layout no type has, so that they can go to no other part; and views
-        that are not exchanged, since a view that goes to another part would be copied.
-        """
-        latest: dict[fx.Node, int] = {}
-        exchanged: set[fx.Node] = set()
-        for node in reversed(self.ops):
-            moves = is_product(node, self.propagation)
-            moves = moves or (gives_views(node) and node not in exchanged)
-            level = max(self.level[node], latest.get(node, 0))
-            group = movable(node, self.level, writes.has) if moves else ()
-            self.level.update(dict.fromkeys(group, level))
-            for version in self.reads(node):
-                if version in self.transferred or version.node not in self.level:
-                    continue
-                exchanges = self.available(version) - self.level[version.node]
-                if exchanges:
-                    exchanged.add(version.node)
-                bound = self.level[node] - exchanges
-                if node.target is operator.getitem:  # its tuple may go as far as its items
-                    bound = latest.get(node, bound)
-                    exchanged.update(node.all_input_nodes if node in exchanged else ())
-                latest[version.node] = min(latest.get(version.node, bound), bound)
-                for ids in self._ids_of(version):  # they stay: how late they may be is not known
-                    exchanged.add(ids.node)
-                    latest[ids.node] = 0
+        """Move some ops to the parts that read their results."""
+        LateNodes(
+            propagation=self.propagation,
+            nodes=self.ops,
+            parts=self.level,
+            results=self.outputs,
+            reads=self.reads,
+            available=self.available,
+            source=self._source,
+            ids_of=self._ids_of,
+            is_given=self.transferred.__contains__,
+            stays=self._is_held_anyway,
+            is_held=writes.has,
+        ).move()
 
     def _ids_of(self, version: Version) -> Iterator[Version]:
         """The ids that say which rows travel in the transfers that make a version."""
@@ -348,6 +336,11 @@ class _Partitioner:
     def _is_at_hand(self, node: fx.Node) -> bool:
         """True if each part has a value itself: a constant or state."""
         return node.op == "get_attr" or node in self.state
+
+    def _is_held_anyway(self, version: Version) -> bool:
+        """True if a rank holds a version for all parts: nothing gathers or fetches it."""
+        is_fetched = version in self.transfers or version.node in self.resting
+        return not is_fetched and self._is_at_hand(version.node)
 
     def _demand(self) -> None:
         """Find the values that go from part to part, into transfers, and out."""
