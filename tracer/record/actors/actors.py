@@ -170,14 +170,24 @@ class ActorHandle(NotAValue):
     def __copy__(self) -> ActorHandle:
         return self
 
-    def __deepcopy__(self, memo: object) -> ActorHandle:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActorHandle:
+        if isinstance(memo, ReplicaMemo):
+            return self
+        raise TypeError(
+            f"the actor {self.name} cannot be copied: both handles would be of one instance. Make "
+            f"another by {self.cls.__name__}.on(...)(...), and where it lives call "
+            f"other.local.load_state_dict({self.name}.local.state_dict())"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"the handle of {self.name} belongs to this process and cannot be pickled; save what "
             f"{self.name}.local holds instead, for example its state_dict()"
         )
+
+
+class ReplicaMemo(dict[int, Any]):
+    """The memo of a deep copy of an instance for another rank, which holds the same actors."""
 
 
 RESERVED = {"name", "rank", "cls", "place", "local", "is_local", "instances"}

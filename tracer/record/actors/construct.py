@@ -24,7 +24,7 @@ from ...values.interface import Peers
 from ...values.optimizer_state import move, settings_of
 from ...values.pieces import LogicalTensor, keep_pieces, lay_out
 from ...values.plan import Sharding, ShardingPlan
-from .actors import ActorError
+from .actors import ActorError, ReplicaMemo
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _copied(instance: Any) -> Any:
     Functions are left out, such as the `step` that a scheduler puts into its optimizer: they are
     bound to the original.
     """
-    memo: dict[int, Any] = {}
+    memo = ReplicaMemo()
     copied = copy.deepcopy(instance, memo)
     pairs = zip(collect(instance).tensors, collect(copied).tensors, strict=True)
     for original, duplicate in pairs:
