@@ -197,3 +197,22 @@ def test_alike_actors_on_meshes_share_a_trace(monkeypatch: pytest.MonkeyPatch) -
     # The forward, and that with its backward: of the first actor, whose input needs no gradient, of
     # the three that are alike, and of the last; and of the square and the sum of the step.
     assert count == 2 * (3 + 2)
+
+
+@cg.actor
+class Holder(nn.Module):
+    """A layer that holds another actor."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_instances_of_a_mesh_hold_one_actor() -> None:
+    other = Layer.on(0)()  # type: ignore[attr-defined]
+    holder = Holder.on(cg.mesh(dp=2))(other)  # type: ignore[attr-defined]
+    assert [instance.other is other for instance in holder.instances.values()] == [True, True]
