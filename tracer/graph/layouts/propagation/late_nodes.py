@@ -63,7 +63,7 @@ class LateNodes:
         the third kind stay: they hold nothing, and what numbers them would tell layers apart.
         """
         self._note_lives()
-        given = {version.node for version in self.results if version is not None}
+        result_nodes = {version.node for version in self.results if version is not None}
         written = self._written()
         latest: dict[fx.Node, int] = {}
         for node in reversed(list(self.nodes)):
@@ -73,7 +73,7 @@ class LateNodes:
                 if is_product(node, self.propagation) or gives_views(node):
                     moves = is_product(node, self.propagation) or node not in self._exchanged
                 else:
-                    moves = given.isdisjoint(group) and self._exchanged.isdisjoint(group)
+                    moves = result_nodes.isdisjoint(group) and self._exchanged.isdisjoint(group)
                     moves = moves and not self._is_beside(node)
                     moves = moves and written.isdisjoint(self._memories(node))
                     moves = moves and self._is_smaller(node, part)
@@ -143,8 +143,8 @@ class LateNodes:
         results = [value for value in items or [node] if value in self.parts and _is_tensor(value)]
         if all(value.meta["val"].dim() == 0 for value in results):
             return False
-        made = (Version(value, self.propagation.layout(value)) for value in results)
-        return sum(map(self._bytes, waiting)) <= sum(map(self._bytes, made))
+        versions = (Version(value, self.propagation.layout(value)) for value in results)
+        return sum(map(self._bytes, waiting)) <= sum(map(self._bytes, versions))
 
     def _is_copied(self, version: Version, node: fx.Node, part: int) -> bool:
         """True if an operand is a view that another node needs in an earlier part."""
