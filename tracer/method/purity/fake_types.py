@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_OWN = {"_kinds", "__mro_entries__"}
+"""What a stand-in for `type` has itself; Python looks the second up in the object."""
+
 
 class _Type:
     """Stands for `type`.
@@ -43,8 +46,9 @@ class _Type:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (type,)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type, name)
+    def __getattribute__(self, name: str) -> Any:
+        # Also what every object has: a metaclass of the user's calls `type.__new__`.
+        return object.__getattribute__(self, name) if name in _OWN else getattr(type, name)
 
     def __getitem__(self, item: Any) -> Any:
         return type[item]
