@@ -72,7 +72,7 @@ def line(name: str, seconds: Sequence[float]) -> str:
     )
 
 
-def start(given: argparse.Namespace) -> Any:
+def start(args: argparse.Namespace) -> Any:
     import torch
     from transformers import Qwen2Config
 
@@ -84,13 +84,13 @@ def start(given: argparse.Namespace) -> Any:
         intermediate_size=128, vocab_size=1024, max_position_embeddings=256,
         tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    sizes = [given.batch >> shift for shift in range(3, -1, -1) if given.batch >> shift]
+    sizes = [args.batch >> shift for shift in range(3, -1, -1) if args.batch >> shift]
     options = Options(
-        batches=tuple(sizes), chunks=(32, given.chunk), widths=(BLOCKS,), context=BLOCKS * 16,
-        blocks=1 + BLOCKS * given.batch, fuse=None if given.fuse == "none" else given.fuse,
-        late=True, dtype=getattr(torch, given.dtype),
+        batches=tuple(sizes), chunks=(32, args.chunk), widths=(BLOCKS,), context=BLOCKS * 16,
+        blocks=1 + BLOCKS * args.batch, fuse=None if args.fuse == "none" else args.fuse,
+        late=True, dtype=getattr(torch, args.dtype),
     )  # fmt: skip
-    return engine.start(given.model or tiny, options)
+    return engine.start(args.model or tiny, options)
 
 
 def main() -> None:
@@ -101,17 +101,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--fuse", default="inductor", choices=("inductor", "none"))
     parser.add_argument("--variants", type=int, default=4)
-    given = parser.parse_args()
+    args = parser.parse_args()
     folder = tempfile.TemporaryDirectory()
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder.name, "CG_CACHE": ""}
 
     from examples.serve.ranks import SWITCH
 
-    engine = start(given)
+    engine = start(args)
     intervals = {"Python's interval": sys.getswitchinterval(), "the server's interval": SWITCH}
-    steps, seconds = Steps(engine, given.batch), defaultdict[str, list[float]](list)
+    steps, seconds = Steps(engine, args.batch), defaultdict[str, list[float]](list)
     steps.take(20)
-    for number in range(given.variants):
+    for number in range(args.variants):
         if not engine.due(idle=True):
             break  # there are no others
         name = list(intervals)[number % 2]

@@ -33,7 +33,7 @@ class Features:
     prefix: bool = True  # tokens that were not looked up
     chunk: bool = True  # tokens beyond the length of a chunk
     warm: bool = True  # executions that were to be warmed
-    gc_freeze: bool = True  # collections of the oldest generation
+    gc_freeze: bool = True  # collections of the oldest generation, on rank 0
     fast_sse: bool = True  # chunks formatted by json.dumps
     overlap: bool = True  # the pass was left out
     capture: bool = True  # the pass was left out

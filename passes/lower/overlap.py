@@ -142,7 +142,8 @@ def _call_late(ops: Sequence[Op], module: Module) -> list[Op]:
         op
         for op in ops
         if isinstance(op, Call)
-        and not awaited.isdisjoint(op.operands)
+        and op.operands
+        and awaited.issuperset(op.operands)  # anything else may lie in memory that an op writes to
         and taken.isdisjoint(op.results)
         and _is_small_and_pure(op, module)
     ]

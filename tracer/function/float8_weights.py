@@ -80,7 +80,9 @@ class PreparingGraphs:
         key = kind, layouts, takes, device
         nodes, sources = self._known.get(key, (None, None))
         if nodes is None:
-            examples = [torch.empty(each.shape, device=device) for each in takes]
+            examples = [
+                torch.empty(type_.shape, dtype=torch.float32, device=device) for type_ in takes
+            ]
             traced = make_fx(compute, tracing_mode="fake")(*pieces, *examples)
             nodes = Lazy.known(PieceNodes(traced.graph, traced, {}))
         piece = Subgraph(

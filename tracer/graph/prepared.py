@@ -147,7 +147,9 @@ def _chain(node: Any, ancestor: fx.Node) -> list[fx.Node]:
 @functools.cache
 def _scale_operations() -> tuple[object, ...]:
     """What computes a weight's scale from its greatest magnitude: others may scale it, too."""
-    traced = make_fx(lambda maximum: scales_of(maximum, torch.float8_e4m3fn))(torch.ones(()))
+    traced = make_fx(lambda maximum: scales_of(maximum, torch.float8_e4m3fn))(
+        torch.ones((), dtype=torch.float32)
+    )
     return tuple(_operation(n) for n in traced.graph.nodes if n.op == "call_function")
 
 

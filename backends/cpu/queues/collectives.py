@@ -2,9 +2,10 @@
 
 Each sender sends to all receivers, which read in place. Reductions run in group order on every
 rank, so all ranks get the same bits. Each collective is a generator that yields while it has to
-wait. The collectives of a channel send their messages one after the other, and end so, which keeps
-the order of messages the same on all queues. Small messages do not wait for the collective before
-to end, only for its messages to be sent. Large ones do, as each in flight takes shared memory.
+wait. The collectives of a channel send their messages one after the other, which keeps the order of
+messages the same on all queues, and leave their queue so, though one may be done before another.
+Small messages do not wait for the collective before to end, only for its messages to be sent. Large
+ones do, as each in flight takes shared memory.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ....ir.layout import Region
 from ....ir.ops import Exchange, RoutedRows
 from ...exchanges import own_rows
+
+_MOST: Final = 64
+"""The ids whose rows are kept, by group: those of some layers and microbatches."""
 
 
 class MemberRows:
@@ -43,43 +45,24 @@ class MemberRows:
 
 
 class KnownRows:
-    """The rows that exchanges of a group have in common, for as long as their ids exist.
+    """The rows that exchanges of a group have in common: those of equal ids.
 
-    A layer's exchanges, forward and backward, take the same ids.
+    A layer's exchanges, forward and backward, take the same ids. Ids are compared by their numbers:
+    their memory may be another process's, or NumPy's, whose writes torch does not count.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _RowsOfIds] = {}
+        self._known: dict[Hashable, MemberRows] = {}
 
     def of(self, routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> MemberRows:
         """The rows of each member."""
-        if ids.is_inference():  # nobody counts what is written to it
-            return MemberRows(routed, shape, ids)
-        key = id(ids)
-        known = self._known.get(key)
-        if known is None or known.ids() is not ids or known.version != ids._version:
-            ended = weakref.ref(ids, lambda _: self._known.pop(key, None))
-            known = self._known[key] = _RowsOfIds(ended, ids._version)
-        return known.of(routed, shape, ids)
-
-
-class _RowsOfIds:
-    """The rows of one tensor of ids.
-
-    Attributes:
-        ids: the tensor.
-        version: counts what has been written to it.
-    """
-
-    def __init__(self, ids: weakref.ref[Tensor], version: int) -> None:
-        self.ids, self.version = ids, version
-        self._rows: dict[tuple[tuple[Region, ...], Sequence[int]], MemberRows] = {}
-
-    def of(self, routed: RoutedRows, shape: Sequence[int], ids: Tensor) -> MemberRows:
-        key = routed.experts, shape[: routed.lead]
-        rows = self._rows.get(key)
+        numbers = ids.contiguous().numpy().tobytes()
+        key = routed.experts, tuple(shape[: routed.lead]), tuple(ids.shape), ids.dtype, numbers
+        rows = self._known.get(key)
         if rows is None:
-            rows = self._rows[key] = MemberRows(routed, shape, ids)
+            if len(self._known) == _MOST:
+                del self._known[next(iter(self._known))]  # the oldest
+            rows = self._known[key] = MemberRows(routed, shape, ids)
         return rows
 
 

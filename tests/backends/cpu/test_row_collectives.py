@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cg.backends.cpu.communicator import CpuCommunicator
+from cg.backends.cpu.queues import moving_rows
 from cg.backends.cpu.queues.local_sender import LocalSender
 from cg.backends.cpu.queues.messages import Outgoing
 from cg.backends.cpu.queues.moving_rows import KnownRows, MemberRows, MovingRows
@@ -173,27 +174,37 @@ def test_a_message_to_one_receiver_has_its_rows_alone(kind: type[RowCollective])
 
 
 def test_exchanges_of_the_same_ids_have_their_rows_in_common() -> None:
-    """Until ids are written to, or are gone; other shapes and experts have rows of their own."""
+    """Other numbers, shapes and experts have rows of their own, and so many are kept."""
     op = op_of(AllGatherRows, GROUPS[3], 1, TensorType(DType.F32, (ROWS, WIDTH)))
     routed, known = op.exchange.routed, KnownRows()
     ids = torch.tensor([[0, 5]] * ROWS)
     rows = known.of(routed, (ROWS, WIDTH), ids)
     assert known.of(routed, (ROWS, 2 * WIDTH), ids) is rows
-    assert known.of(routed, (ROWS, WIDTH), ids.clone()) is not rows
+    assert known.of(routed, (ROWS, WIDTH), ids.clone()) is rows
+    assert known.of(routed, (ROWS, WIDTH), ids.int()) is not rows
     by_choice = known.of(replace(routed, lead=2), (ROWS, CHOICES, WIDTH), ids)
     assert by_choice.part == CHOICES * rows.part
     other = known.of(replace(routed, experts=routed.experts[::-1]), (ROWS, WIDTH), ids)
     assert [len(other.rows(m, 0)) for m in range(3)] == [0, ROWS // 3, ROWS // 3]
     assert [len(rows.rows(m, 0)) for m in range(3)] == [ROWS // 3, ROWS // 3, 0]
-    ids[0] = 6
-    written = known.of(routed, (ROWS, WIDTH), ids)
-    assert [len(written.rows(m, 0)) for m in range(3)] == [ROWS // 3 - 1, ROWS // 3, 0]
-    with torch.inference_mode():
-        untracked = ids.clone()
-    assert known.of(routed, (ROWS, WIDTH), untracked) is not written
-    assert len(known._known) == 1
-    del ids
-    assert not known._known
+    for number in range(2 * moving_rows._MOST):
+        known.of(routed, (ROWS, WIDTH), torch.tensor([[number % 6, number // 6]] * ROWS))
+    assert len(known._known) == moving_rows._MOST
+
+
+def test_rows_are_those_of_ids_that_another_process_writes() -> None:
+    """Their memory is shared, or a NumPy array's: torch does not count what is written there."""
+    op = op_of(AllGatherRows, GROUPS[3], 1, TensorType(DType.F32, (ROWS, WIDTH)))
+    routed, known = op.exchange.routed, KnownRows()
+    memory = bytearray(torch.tensor([[0, 5]] * ROWS).numpy().tobytes())
+    ids = torch.frombuffer(memory, dtype=torch.int64).view(ROWS, CHOICES)
+    before = known.of(routed, (ROWS, WIDTH), ids)
+    assert len(before.rows(2, 0)) == 0
+    memory[:] = torch.tensor([[4, 5]] * ROWS).numpy().tobytes()
+    after = known.of(routed, (ROWS, WIDTH), ids)
+    expected = MemberRows(routed, (ROWS, WIDTH), torch.tensor([[4, 5]] * ROWS))
+    for member in range(3):
+        assert torch.equal(after.rows(member, 0), expected.rows(member, 0))
 
 
 def test_other_ids_on_another_rank_are_an_error() -> None:

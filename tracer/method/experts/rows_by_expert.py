@@ -69,7 +69,7 @@ def own_rows(
     if all_rows:
         own = torch.cat([own, order[:start], order[end:]])
     ends = [count - start for count in counts[before + 1 : before + experts + 1]]
-    return own, torch.tensor(ends, dtype=torch.int32)
+    return own, torch.tensor(ends, dtype=torch.int32, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)

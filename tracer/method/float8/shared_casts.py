@@ -20,7 +20,7 @@ from .formula import FLOAT8_MM
 _SCALED = torch.ops.aten.mul.Tensor
 
 
-def share_casts(graph: fx.Graph, forward: frozenset[str]) -> dict[fx.Node, fx.Node]:
+def share_casts(graph: fx.Graph, forward: frozenset[str]) -> None:
     """Compute once, in place, what products of float8 take several times of one tensor.
 
     Only operators of a single tensor and products of two are merged, since these are what the
@@ -30,13 +30,9 @@ def share_casts(graph: fx.Graph, forward: frozenset[str]) -> dict[fx.Node, fx.No
     Args:
         graph: the graph.
         forward: the names of the nodes of the forward.
-
-    Returns:
-        The node that stands for each node that is removed.
     """
     operands = _leading_to_products(graph)
     first: dict[Hashable, fx.Node] = {}
-    replaced: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes) if operands else ():
         if node not in operands:
             continue
@@ -46,22 +42,20 @@ def share_casts(graph: fx.Graph, forward: frozenset[str]) -> dict[fx.Node, fx.No
         if known is not node:
             node.replace_all_uses_with(known)
             graph.erase_node(node)
-            replaced[node] = known
-    return replaced
 
 
 def _leading_to_products(graph: fx.Graph) -> set[fx.Node]:
     """The nodes from which operands of products of float8 follow, back to an operator of others."""
     written = _written(graph)
-    given = set(graph.output_node().all_input_nodes)
+    results = set(graph.output_node().all_input_nodes)
     pending = [node for mm in graph.nodes if mm.target is FLOAT8_MM for node in mm.all_input_nodes]
-    found = set[fx.Node]()
+    leading = set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node not in found and node not in given and _may_merge(node, written):
-            found.add(node)
+        if node not in leading and node not in results and _may_merge(node, written):
+            leading.add(node)
             pending += node.all_input_nodes
-    return found
+    return leading
 
 
 def _may_merge(node: fx.Node, written: set[int | None]) -> bool:
