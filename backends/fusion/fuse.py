@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .few_queries import loop_over_few
-from .split import CompiledGraphs, Compute, compile_in_parts
+from .split import CompiledGraphs, Compute, compile_in_parts, fake_like
 
 OPTIONS = {
     "fallback_random": True,  # operators that draw numbers draw the same ones as without fusion
@@ -90,11 +90,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
         mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=shapes.ShapeEnv(), static_shapes=True
         )
-        with mode:
-            fakes = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                for x in examples
-            ]
+        fakes = [fake_like(x, mode) for x in examples]
         loop_over_few(module.graph)
         module.recompile()
         with config.patch(_options(examples)):

@@ -30,6 +30,8 @@ Compile = Callable[[fx.GraphModule, Sequence[Tensor]], Compute]
 
 NOWHERE = float("inf")
 """The cost of a cut where none may be."""
+ALIGNMENT = 16
+"""Bytes; a compiler makes other code for tensors that begin between multiples of it."""
 
 
 class CompiledGraphs:
@@ -86,6 +88,30 @@ def compile_in_parts(
         compute = compiled.compute(part.module, part.fakes, part.key)
         calls.append(_PartCall(compute, part.inputs, part.outputs))
     return _chained(graph, calls)
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of the layout of a tensor, in memory of its own.
+
+    It begins as far behind a multiple of `ALIGNMENT`. Compiled code copies a tensor each time that
+    lies at another place than the one it was compiled for.
+    """
+    offset = _offset(tensor)
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    with mode:
+        memory = torch.empty(
+            offset + last + 1 if tensor.numel() else offset,
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        return memory.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _offset(tensor: Tensor) -> int:
+    """Elements between a multiple of `ALIGNMENT` and the first element."""
+    return tensor.storage_offset() % max(ALIGNMENT // tensor.itemsize, 1)
 
 
 @dataclass(frozen=True)
@@ -181,11 +207,12 @@ class _SplitGraph:
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
-        fakes = tuple(map(self._like, inputs))
+        fakes = tuple(fake_like(self._values[node], self._mode) for node in inputs)
         numbers = {node: number for number, node in enumerate((*inputs, *nodes))}
         key = (
             tuple(_operation(node, numbers.__getitem__) for node in nodes),
             tuple(map(_layout, fakes)),
+            tuple(map(_offset, fakes)),
             tuple(numbers[node] for node in outputs),
         )
         return _GraphPart(fx.GraphModule(self._module, graph), fakes, inputs, outputs, key)
@@ -198,17 +225,10 @@ class _SplitGraph:
         return (
             tuple(_operation(node, numbers.__getitem__) for node in self.operators),
             tuple(map(_layout, fakes)),
+            tuple(map(_offset, fakes)),
             tuple(_constant(value, node in written) for node, value in self.constants.items()),
             tuple(numbers[node] for node in self.results),
         )
-
-    def _like(self, node: fx.Node) -> Tensor:
-        """A fake tensor like the result of a node, in memory of its own."""
-        value = self._values[node]
-        with self._mode:
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
 
     def _signature(self, node: fx.Node) -> Any:
         """Equal for operators that may be the same one of two parts."""

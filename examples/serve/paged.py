@@ -26,9 +26,11 @@ except ImportError:  # torch for CPUs comes without it
     triton = None
 
 PART = 256
-"""Entries that one program reads."""
+"""The most entries that one program reads."""
 STEP = 64
-"""Entries that it reads at once."""
+"""Entries that it reads at once, and the fewest."""
+PROGRAMS = 256
+"""As many as keep a device busy."""
 LEAST = 16
 """Rows and columns of Triton's smallest product."""
 MOST = 64
@@ -111,7 +113,8 @@ def attend_with_statistics(
     rows, groups, shared, width = query.shape
     blocks, tokens = tables.numel() // rows, positions.numel() // rows
     size = pool.shape[1]
-    parts = triton.cdiv(blocks * size, PART)
+    part = _part(rows * groups, blocks * size)
+    parts = triton.cdiv(blocks * size, part)
     heads = max(LEAST, triton.next_power_of_2(shared))
     lanes = max(LEAST, triton.next_power_of_2(width))
     state = query.new_empty((rows, groups, parts, heads, 2), dtype=torch.float32)
@@ -120,16 +123,29 @@ def attend_with_statistics(
         query, pool, pool if exponents is None else exponents, tables, positions, state, mixed,
         scale, blocks, parts,
         GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
-        SIZE=size, PART=PART, STEP=STEP, IS_FLOAT8=exponents is not None,
+        SIZE=size, PART=part, STEP=STEP, IS_FLOAT8=exponents is not None,
     )  # fmt: skip
     out = torch.empty_like(query)
     statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
     _combine[(rows * groups,)](
         state, mixed, out, statistics, positions,
         GROUPS=groups, SHARED=shared, TOKENS=tokens, HEADS=heads, LANES=lanes, WIDTH=width,
-        PART=PART, PARTS=parts,
+        PART=part, PARTS=parts,
     )  # fmt: skip
     return out, statistics
+
+
+def _part(programs: int, entries: int) -> int:
+    """Entries that one program reads: fewer of short rows, if few programs share a device.
+
+    Args:
+        programs: for each part of a row's entries.
+        entries: of a row, at most.
+    """
+    part = STEP
+    while part < PART and programs * triton.cdiv(entries, part) > PROGRAMS:
+        part *= 2
+    return part
 
 
 def _attend_float8(

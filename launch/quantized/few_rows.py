@@ -11,7 +11,6 @@ from torch import Tensor
 from ...tracer.method.quantized.quantized_kernel import (
     MOST,
     has_kernel,
-    is_row_of_words,
     summands_of,
     tiles_of,
 )
@@ -49,8 +48,7 @@ def product_of_few(
     per_output, per_input = _levels_of_word(weight_format.packing, weight_format.is_turned)
     group = weight_format.inputs_per_scale or inputs
     units = outputs // per_output
-    is_row = is_row_of_words(rows, levels.dtype)
-    tiles = tiles_of(is_row, per_output > 1, group, inputs, units)
+    tiles = tiles_of(rows, levels.dtype, per_output > 1, group, inputs, units)
     if inputs % group or group % per_input or tiles is None:
         return None
     length = _run(weight_format, per_output)
@@ -70,7 +68,7 @@ def product_of_few(
     zero = spread(weight_format.zero) if weight_format.zero else None
     summands = quantized_product(
         # A tile of one row is read by many threads, each of which would make float32 of it.
-        (x.float() if is_row else x).reshape(rows, groups, group // per_input, per_input),
+        (x.float() if rows == 1 else x).reshape(rows, groups, group // per_input, per_input),
         matrix(weight_format.weight).view(runs, length, groups, group // per_input),
         spread(weight_format.scale),
         zero,

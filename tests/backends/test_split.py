@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cg.backends.fusion.repeats import find_repeat
-from cg.backends.fusion.split import CompiledGraphs, Compute, compile_in_parts
+from cg.backends.fusion.split import ALIGNMENT, CompiledGraphs, Compute, compile_in_parts, fake_like
 
 WIDTH = 8
 ATEN = torch.ops.aten
@@ -34,6 +34,7 @@ class Compiler:
         def run(values: list[Tensor]) -> Sequence[Tensor]:
             for value, fake in zip(values, fakes, strict=True):
                 assert (value.shape, value.stride()) == (fake.shape, fake.stride())
+                assert (value.data_ptr() - _place(fake)) % ALIGNMENT == 0
             arguments = list(values)
             values.clear()
             results: Sequence[Tensor] = module(*arguments)
@@ -46,14 +47,18 @@ class Compiler:
         return [sum(n.target is target for n in graph.graph.nodes) for graph in self.graphs]
 
 
+def _place(fake: Tensor) -> int:
+    """Bytes from the beginning of its memory to the first of a tensor."""
+    return fake.storage_offset() * fake.itemsize
+
+
 def compiled(
     function: Callable[..., Any], inputs: Sequence[Tensor], least: int = 8
 ) -> tuple[Compute, Compiler]:
     """The code of a function that returns a tuple, and the compiler with what it has compiled."""
     module = make_fx(function)(*(x.clone() for x in inputs))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with mode:
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
+    fakes = [fake_like(x, mode) for x in inputs]
     compiler = Compiler()
     return compile_in_parts(module, fakes, mode, CompiledGraphs(compiler), least), compiler
 
@@ -106,6 +111,24 @@ def test_layers_are_compiled_once() -> None:
         for node in compiler.graphs[1].graph.output_node().all_input_nodes
         if node.target is not ATEN.add.Tensor
     )
+
+
+def test_columns_are_where_layers_take_them() -> None:
+    """Compiled code would copy them, once a layer, if it took them for aligned."""
+
+    def layers(x: Tensor, table: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        row, column = table[:, 2:3], table[:, 4]
+        for weight in weights:
+            x = torch.relu(x @ weight) + row.sin() * column.cos()
+            x = x.exp().tanh()
+        return (x,)
+
+    table = torch.randn(1, 9, dtype=torch.float64)
+    inputs = torch.randn(WIDTH, dtype=torch.float64), table[:, 1:]
+    weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
+    run, compiler = compiled(layers, (*inputs, *weights))
+    assert len(compiler.graphs) < len(weights)
+    torch.testing.assert_close(run([*inputs, *weights]), layers(*inputs, *weights))
 
 
 def test_few_operators_are_compiled_as_a_whole() -> None:

@@ -187,15 +187,18 @@ def gptq_of(bits: int) -> tuple[WeightFormat, dict[str, Tensor], Tensor]:
     return chosen, tensors, weight
 
 
-@pytest.mark.parametrize("is_row", [False, True])
-@pytest.mark.parametrize("are_words", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("levels", "are_words"),
+    [(torch.int32, False), (torch.int32, True), (torch.float8_e4m3fn, False)],
+)
 def test_more_programs_share_inputs_where_there_are_few_outputs(
-    is_row: bool, are_words: bool
+    rows: int, levels: torch.dtype, are_words: bool
 ) -> None:
     """But each has as many whole steps, and some of them."""
     for outputs, inputs, group in ((64, 4096, 128), (4096, 14336, 128), (14336, 4096, 4096)):
         units = outputs // 8 if are_words else outputs
-        tiles = tiles_of(is_row, are_words, group, inputs, units)
+        tiles = tiles_of(rows, levels, are_words, group, inputs, units)
         assert tiles is not None
         assert tiles.units >= tiles.least
         count = summands_of(tiles, inputs, units)
@@ -203,7 +206,7 @@ def test_more_programs_share_inputs_where_there_are_few_outputs(
         assert 1 < count <= MOST_SUMMANDS
         assert steps % count == 0
         assert steps // count >= tiles.steps
-        more = tiles_of(is_row, are_words, group, inputs, 64 * units)
+        more = tiles_of(rows, levels, are_words, group, inputs, 64 * units)
         assert more is not None
         assert more.units >= tiles.units
         assert summands_of(more, inputs, 64 * units) <= count

@@ -3,8 +3,8 @@
 Each program takes some outputs and a part of the inputs. It reads tiles of levels, and multiplies
 sums over inputs of one scale by the scale. Programs that have parts of the inputs of the same
 outputs give summands of the result. Whoever takes it adds them up, so sums do not depend on which
-program is first. One row is multiplied by words in registers (`row_kernel.py`), several rows, and
-bytes, on tensor cores (`rows_kernel.py`).
+program is first. One row is multiplied in registers (`row_kernel.py`), several on tensor cores
+(`rows_kernel.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import row_kernel, rows_kernel
-from .row_kernel import POWER, REGISTERS
+from .row_kernel import BYTES, POWER, REGISTERS
 from .rows_kernel import ROWS, Halves, has_assembly
 
 try:
@@ -42,6 +42,7 @@ class Tiles:
         inputs: of a tile.
         inner: tiles of a step, whose sums are multiplied by a scale together.
         warps: of a program.
+        unrolled: steps whose reads are under way together.
         steps: the fewest of a program.
         programs: as many as keep the memory of a device busy.
         least: the fewest units, where there are at most half as many programs otherwise.
@@ -51,15 +52,17 @@ class Tiles:
     inputs: int
     inner: int
     warps: int
+    unrolled: int
     steps: int
     programs: int
     least: int
 
 
-ROW, ROW_OF_WORDS = Tiles(64, 128, 1, 2, 2, 1024, 32), Tiles(8, 16, 8, 4, 2, 1024, 8)
-"""For one row of words; the second where a word has levels of several outputs."""
-TILES, TILES_OF_WORDS = Tiles(64, 128, 1, 4, 2, 384, 64), Tiles(8, 128, 1, 4, 2, 384, 8)
-"""For several rows, and for bytes."""
+ROW, ROW_OF_WORDS = Tiles(64, 128, 1, 2, 1, 2, 1024, 32), Tiles(8, 16, 8, 4, 1, 2, 1024, 8)
+"""For one row and words; the second where a word has levels of several outputs."""
+ROW_OF_BYTES = Tiles(16, 128, 1, 2, 2, 2, 1056, 16)
+TILES, TILES_OF_WORDS = Tiles(64, 128, 1, 4, 1, 2, 384, 64), Tiles(8, 128, 1, 4, 1, 2, 384, 8)
+"""For several rows."""
 MOST_SUMMANDS = 8
 """Whoever takes a product reads them all."""
 
@@ -81,18 +84,21 @@ def has_float8(device: torch.device) -> bool:
 
 
 def tiles_of(
-    row_of_words: bool, words_of_outputs: bool, group: int, inputs: int, units: int
+    rows: int, levels: torch.dtype, words_of_outputs: bool, group: int, inputs: int, units: int
 ) -> Tiles | None:
     """The tiles of a product; None if none divide the inputs of a scale.
 
     Args:
-        row_of_words: whether there is one row, and levels are in words.
+        rows: of the input.
+        levels: the type of levels, or of the words that they are in.
         words_of_outputs: whether a word has levels of several outputs.
         group: inputs that share a scale. If these are all, the last tile may be ragged.
         inputs: of the weight.
         units: outputs, or words with levels of several of them.
     """
-    if row_of_words:
+    if rows == 1 and levels is not torch.int32:
+        tiles = ROW_OF_BYTES
+    elif rows == 1:
         tiles = ROW_OF_WORDS if words_of_outputs else ROW
     else:
         tiles = TILES_OF_WORDS if words_of_outputs else TILES
@@ -120,10 +126,6 @@ def _summands(tiles: Tiles, inputs: int) -> list[int]:
     return [count for count in range(1, most + 1) if steps % count == 0] or [1]
 
 
-def is_row_of_words(rows: int, levels: torch.dtype) -> bool:
-    return rows == 1 and levels is torch.int32
-
-
 def multiply(
     input: Tensor,
     weight: Tensor,
@@ -148,8 +150,7 @@ def multiply(
     group = units * inputs_per_word
     inputs = groups * group
     levels = weight.flatten(2, 3).flatten(0, 1)
-    is_row, of_outputs = is_row_of_words(rows, weight.dtype), outputs_per_word > 1
-    tiles = tiles_of(is_row, of_outputs, group, inputs, len(levels))
+    tiles = tiles_of(rows, weight.dtype, outputs_per_word > 1, group, inputs, len(levels))
     if tiles is None:
         raise ValueError(f"a kernel takes no weight of shape {[*levels.shape]}, {group} a scale")
     scales = scale.flatten(0, 1)
@@ -157,7 +158,7 @@ def multiply(
     step = tiles.inputs * tiles.inner
     several = triton.cdiv(inputs, step * summands)
     outputs = len(levels) * outputs_per_word
-    count = max(outputs_per_word, inputs_per_word)
+    is_packed, count = weight.dtype is torch.int32, max(outputs_per_word, inputs_per_word)
     out = input.new_empty(shape, dtype=torch.float32)
     grid = triton.cdiv(len(levels), tiles.units), summands
     tensors = input.contiguous(), levels, scales, zeros, out
@@ -168,18 +169,20 @@ def multiply(
         "PER_SCALE": outputs // len(scales), "PER_ZERO": outputs // len(zeros),
         "HAS_ZERO": zero is not None, "IS_ZERO_PACKED": zeros.dtype is torch.int32,
         "OFFSET": offset, "WRAPS": zero_wraps, "IS_RAGGED": several * summands * step != inputs,
+        "IS_PACKED": is_packed, "IS_FLOAT": weight.dtype is torch.float8_e4m3fn,
         "num_warps": tiles.warps,
     }  # fmt: skip
-    if is_row:
+    if rows == 1:
+        constants["COUNT"] = count if is_packed else min(BYTES, tiles.inputs)
         row_kernel.multiply_row[grid](
-            *tensors, *sizes, POWER, INNER=tiles.inner, maxnreg=REGISTERS, **constants
-        )
+            *tensors, *sizes, POWER, INNER=tiles.inner, UNROLLED=tiles.unrolled,
+            maxnreg=REGISTERS, **constants,
+        )  # fmt: skip
         return out
     halves = Halves.of(input.dtype, 32 // count)
     rows_kernel.multiply_rows[grid](
         *tensors, rows, *sizes, halves.mask, halves.power, halves.one,
-        POINT=halves.point, ROWS=ROWS, IS_PACKED=weight.dtype is torch.int32,
-        IS_FLOAT=weight.dtype is torch.float8_e4m3fn, IS_WIDE=halves.dtype is torch.float16,
+        POINT=halves.point, ROWS=ROWS, IS_WIDE=halves.dtype is torch.float16,
         HAS_ASSEMBLY=has_assembly(), **constants,
     )  # fmt: skip
     return out

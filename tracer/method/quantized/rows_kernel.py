@@ -1,4 +1,4 @@
-"""The product of several rows with a quantized weight, or of one with bytes, as a kernel of Triton.
+"""The product of several rows with a quantized weight, as a kernel of Triton.
 
 Each program takes some outputs and a part of the inputs, as in `quantized_kernel.py`. It makes
 numbers of the type of the inputs from levels, which is exact, and multiplies them on tensor cores,
