@@ -111,7 +111,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _offset(tensor: Tensor) -> int:
     """Elements between a multiple of `ALIGNMENT` and the first element."""
-    return tensor.storage_offset() % max(ALIGNMENT // tensor.itemsize, 1)
+    return int(tensor.storage_offset()) % max(ALIGNMENT // tensor.itemsize, 1)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from .variants import (
     VerifySize,
     all_sizes,
     bucket,
+    cheapest,
     first_sizes,
     general,
     later_sizes,
@@ -235,9 +236,10 @@ class CgEngine(GrowingEngine[AnySize]):
         ideal = self._prefill_size(work, is_alone)
         size = self.variant(ideal)
         if size is None and ideal.rows > 1:
-            # What one of several asks for counts, and each of them is served alone.
-            self.asked[ideal] += 1
-            return Parts([self._prefill(replace(work, chunks=(chunk,))) for chunk in work.chunks])
+            parts = [self._prefill(replace(work, chunks=(chunk,))) for chunk in work.chunks]
+            alone = cheapest(self.usable, replace(ideal, rows=1))
+            self.asked[ideal] += (len(parts) - 1) * self.seconds(alone)
+            return Parts(parts)
         size = self.needed(ideal)
         numbers = size.padding(limits)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.

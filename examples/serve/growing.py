@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -25,6 +25,10 @@ WARM_UPS = {"cpu": 1, "accelerator": 3}
 """Executions of each variant in each context; the third one is recorded, on devices that can."""
 SHARE = 0.1
 """The most of the time of a busy engine that goes to variants that are asked for."""
+PRICE = 1.0
+"""Seconds for which requests wait while a variant is made, until it is known of one."""
+LEAST_SAVING = 0.05
+"""Of a step, by a variant of the same size that draws tokens in a cheaper way."""
 SLICE = 0.05
 """Seconds after which a slice of making a variant ends, and with it the waiting of requests.
 
@@ -47,7 +51,8 @@ class GrowingEngine(ABC, Generic[Size]):
         in_flight: executions of a graph at a time.
 
     Attributes:
-        asked: how often work was padded to a larger variant, by the size that would have served it.
+        asked: seconds that work has taken because it was padded to a larger variant, by the size
+            that would have served it.
         flying: executions in flight, and some that have ended.
         in_flight: executions of a graph at a time.
     """
@@ -56,7 +61,7 @@ class GrowingEngine(ABC, Generic[Size]):
         self, graphs: GatedGraphs[Size], later: Sequence[Size], warm_ups: int, in_flight: int
     ) -> None:
         self.graphs = graphs
-        self.asked: Counter[Size] = Counter()
+        self.asked: defaultdict[Size, float] = defaultdict(float)
         self.flying: deque[cg.Future] = deque()
         self.in_flight = in_flight
         self._later, self._warm_ups = list(later), warm_ups
@@ -64,6 +69,8 @@ class GrowingEngine(ABC, Generic[Size]):
         self._cold: set[Size] = set()  # that are begun, and not to be used yet
         self._growing: tuple[Size, Iterator[None]] | None = None
         self._rests_until = 0.0
+        self._seconds: dict[Size, float] = {}  # of a step on padding
+        self._price, self._spent = PRICE, 0.0  # of the latest variant; of the one that is begun
 
     @abstractmethod
     def examples(self, size: Size) -> list[tuple[Any, ...]]:
@@ -98,14 +105,18 @@ class GrowingEngine(ABC, Generic[Size]):
     def due(self, idle: bool) -> bool:
         """True if `improve` is to be called as soon as nothing is in flight.
 
-        While there is work, only what was begun or asked for is made, in a `SHARE` of the time.
-        Nothing is due while kernels are made, which is beside the work.
+        While there is work, a variant is begun if padding has taken as long as requests will wait
+        for it, and is made in a `SHARE` of the time: so what they lose is at most twice what they
+        would with the better of both choices, known ahead (ski rental; Karlin, Manasse, Rudolph,
+        Sleator, "Competitive Snoopy Caching", 1988). Nothing is due while kernels are made, which
+        is beside the work.
         """
         if not self.graphs.is_ready:
             return False
         if idle:
             return bool(self._growing or self.asked or self._later)
-        return bool(self._growing or self.asked) and monotonic() >= self._rests_until
+        pays = max(self.asked.values(), default=-1.0) >= self._price
+        return bool(self._growing or pays) and monotonic() >= self._rests_until
 
     def improve(self) -> bool:
         """Go on with the variant that is begun, or begin the one that was asked for most.
@@ -118,7 +129,7 @@ class GrowingEngine(ABC, Generic[Size]):
         began = monotonic()
         self._end_flying()
         if self._growing is None:
-            size = self.asked.most_common(1)[0][0] if self.asked else self._later[0]
+            size = max(self.asked, key=self.asked.__getitem__) if self.asked else self._later[0]
             log.info("compiling %s", size)
             self._growing = size, self._steps(size)
         (_, steps), is_complete = self._growing, False
@@ -130,6 +141,9 @@ class GrowingEngine(ABC, Generic[Size]):
             if is_complete or monotonic() - began > SLICE:
                 break
         self.rest(monotonic() - began)
+        self._spent += monotonic() - began
+        if is_complete:
+            self._price, self._spent = self._spent, 0.0
         return is_complete
 
     def add(self, size: Size) -> None:
@@ -164,9 +178,11 @@ class GrowingEngine(ABC, Generic[Size]):
         for graph, work in zip(self.graphs.compiled[size], self.examples(size), strict=True):
             for _ in range(self._warm_ups):
                 yield
+                began = monotonic()
                 futures = [graph.execute(*work) for _ in range(self.in_flight)]
                 for future in futures:
                     future.result()
+                self._seconds[size] = (monotonic() - began) / self.in_flight
         self._cold.discard(size)
         self._serving.clear()
         self.asked.pop(size, None)
@@ -191,8 +207,13 @@ class GrowingEngine(ABC, Generic[Size]):
             self._serving[ideal] = cheapest(usable, ideal)
         size = self._serving[ideal]
         if size is not None and size != ideal:
-            self.asked[ideal] += 1
+            saving = 1 - ideal.cost[0] / size.cost[0]
+            self.asked[ideal] += self.seconds(size) * max(saving, LEAST_SAVING)
         return size
+
+    def seconds(self, size: Size | None) -> float:
+        """Of a step of a variant; 0 if it has not run on padding."""
+        return 0.0 if size is None else self._seconds.get(size, 0.0)
 
     def needed(self, ideal: Size) -> Any:
         """The same; one is compiled if there is none."""

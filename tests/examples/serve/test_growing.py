@@ -17,6 +17,17 @@ from examples.serve.settings import Options
 Events = list[tuple[str, int]]
 
 
+class Rows(int):
+    """A size that is a number of rows."""
+
+    def holds(self, needed: int) -> bool:
+        return self >= needed
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        return (int(self),)
+
+
 class Graph:
     """Of one size; its executions end at once."""
 
@@ -102,6 +113,38 @@ def test_a_slice_ends_when_kernels_are_begun(monkeypatch: pytest.MonkeyPatch) ->
     graphs.is_ready = True
     assert engine.improve()
     assert events[1:] == [("bind", 7), ("run", 7)]
+
+
+def test_a_busy_engine_makes_what_has_cost_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes two seconds, and requests have waited for seven of the latest variant."""
+    clock = [0.0]
+    monkeypatch.setattr(growing, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(growing, "SLICE", float("inf"))
+    events: Events = []
+    engine = Engine(Graphs(events), [Rows(8)], warm_ups=1, in_flight=1)  # type: ignore[arg-type]
+    traced, ran = engine.graphs.advance, Graph.execute
+
+    def advance(size: int) -> None:
+        clock[0] += 2.5
+        traced(size)  # type: ignore[arg-type]
+
+    def execute(graph: Graph) -> Graph:
+        clock[0] += 2.0
+        return ran(graph)
+
+    engine.graphs.advance = advance  # type: ignore[method-assign]
+    monkeypatch.setattr(Graph, "execute", execute)
+    assert engine.improve()
+    clock[0] += 1000.0
+    waits = []
+    for _ in range(8):
+        assert engine.variant(Rows(4)) == 8
+        waits.append(engine.due(idle=False))
+    assert waits == [False] * 6 + [True] * 2
+    assert engine.due(idle=True)
+    assert engine.improve()
+    assert engine.variant(Rows(4)) == 4
+    assert not engine.due(idle=True)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no kernels")])
