@@ -1,6 +1,6 @@
 """Train within a limit of memory on ranks of a host: bits, peaks and times, case by case.
 
-    python -m cg.launch -n 2 benchmarks/memory_cpu.py [--layers 8 32] [--json FILE]
+    python -m cg.launch -n 2 benchmarks/memory_cpu.py [--layers 8 32] [--width 128] [--json FILE]
 
 GPT-2 and Qwen2 in two stages, or in four where the order takes two chunks a rank, compute the
 gradients of eight microbatches, first without a limit. Then a rank may hold what 1F1B holds, but of
@@ -10,7 +10,9 @@ its saved tensors a share, `--shares 0.5 0.25`. A line for each case says
 - peak: the peak that is measured over the one that is planned, of the rank where they differ most;
   counted is what operators make, as `benchmarks/held_memory.py` does
 - more: the time of a step by that without a limit, medians in turns, of the slowest rank
-- paper: the same by the simulator, with times of calls that are measured in both (`measure`)
+- paper: the same by the simulator, with times of calls that are measured in both (`measure`);
+  medians of three
+- step: the time without a limit by the simulator's
 
 A limit that cannot be kept to is a line with what is missing.
 """
@@ -56,7 +58,7 @@ class Stage(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def model_of(family: str, layers: int) -> Any:
+def model_of(family: str, layers: int, width: int) -> Any:
     """A small model whose embedding and head are apart."""
     torch.manual_seed(0)
     if family == "gpt2":
@@ -64,7 +66,7 @@ def model_of(family: str, layers: int) -> Any:
             transformers.GPT2Config(
                 vocab_size=VOCABULARY,
                 n_positions=TOKENS,
-                n_embd=128,
+                n_embd=width,
                 n_layer=layers,
                 n_head=4,
                 resid_pdrop=0.0,
@@ -78,8 +80,8 @@ def model_of(family: str, layers: int) -> Any:
     return transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
+            hidden_size=width,
+            intermediate_size=2 * width,
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -96,13 +98,13 @@ def places_of(schedule: str) -> list[int]:
 class Pipeline:
     """A model over two ranks, and the step that computes its gradients."""
 
-    def __init__(self, family: str, layers: int, schedule: str) -> None:
+    def __init__(self, family: str, layers: int, width: int, schedule: str) -> None:
         places = places_of(schedule)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(VOCABULARY, (ROWS * MICROBATCHES, TOKENS), generator=generator)
         self.batch = ids, ids.roll(-1, 1)
         example = {"input_ids": ids[:ROWS]}
-        cuts = cg.cut_layers(model_of(family, layers), stages=len(places), example=example)
+        cuts = cg.cut_layers(model_of(family, layers, width), stages=len(places), example=example)
         actor = cg.actor(Stage)
         stages = [actor.on(rank)(cuts, index) for index, rank in enumerate(places)]
         own = [s for s, rank in zip(stages, places, strict=True) if rank == cg.rank()]
@@ -150,15 +152,16 @@ class Pipeline:
         return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
-def limit_of(family: str, layers: int, share: float) -> int:
+def limit_of(family: str, layers: int, width: int, share: float) -> int:
     """What a rank holds under 1F1B, with a share of its saved tensors."""
-    plans = Pipeline(family, layers, "1f1b").compile().memory_analysis()
+    plans = Pipeline(family, layers, width, "1f1b").compile().memory_analysis()
     return max(plan.peak - int((1 - share) * plan.saved) for plan in plans)
 
 
-def simulated(compiled: cg.Compiled, batch: Sequence[Tensor]) -> float:
-    """The makespan of a step by the simulator, with measured times of its calls."""
-    return compiled.simulate(compiled.measure(*batch)).makespan
+def simulated(steps: Sequence[cg.Compiled], batch: Sequence[Tensor]) -> list[float]:
+    """The makespans of steps by the simulator, with times of calls that are measured in turns."""
+    turns = [[step.simulate(step.measure(*batch)).makespan for step in steps] for _ in range(3)]
+    return [statistics.median(makespans) for makespans in zip(*turns, strict=True)]
 
 
 def compared(pipeline: Pipeline, limit: int, rounds: int) -> dict[str, Any]:
@@ -173,12 +176,14 @@ def compared(pipeline: Pipeline, limit: int, rounds: int) -> dict[str, Any]:
     turns = [(pipeline.milliseconds(plain), pipeline.milliseconds(fitted)) for _ in range(rounds)]
     before, after = (statistics.median(times) for times in zip(*turns, strict=True))
     peaks = [plan.peak for plan in fitted.memory_analysis()]
+    on_paper, fitted_on_paper = simulated((plain, fitted), pipeline.batch)
     return {
         "equal": all(cg.allgather(is_equal)),
         "kept": max(peaks) <= limit,
         "peak": pipeline.peak_error(fitted),
         "more": after / before,
-        "paper": simulated(fitted, pipeline.batch) / simulated(plain, pipeline.batch),
+        "paper": fitted_on_paper / on_paper,
+        "step": before / on_paper,
         "turns": turns,
     }
 
@@ -188,6 +193,7 @@ def main() -> None:
     add = parser.add_argument
     add("--families", nargs="+", default=["gpt2", "qwen2"])
     add("--layers", nargs="+", type=int, default=[8, 32])
+    add("--width", type=int, default=128, help="of the models")
     add("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of what 1F1B saves")
     add("--rounds", type=int, default=7, help="timed executions of each step")
@@ -197,7 +203,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for family in args.families:
         for layers in args.layers:
-            limits = {share: limit_of(family, layers, share) for share in args.shares}
+            limits = {share: limit_of(family, layers, args.width, share) for share in args.shares}
             for schedule in args.schedules:
                 for share, limit in limits.items():
                     case = {
@@ -206,7 +212,8 @@ def main() -> None:
                         "schedule": schedule,
                         "share": share,
                     }
-                    row = case | compared(Pipeline(family, layers, schedule), limit, args.rounds)
+                    pipeline = Pipeline(family, layers, args.width, schedule)
+                    row = case | compared(pipeline, limit, args.rounds)
                     rows.append(row)
                     if cg.rank() == 0:
                         shown = {k: v for k, v in row.items() if k != "turns"}
