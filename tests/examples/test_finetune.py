@@ -172,7 +172,7 @@ def test_each_label_counts_once(
         pytest.param(3, "--pp 1 --cp 3", marks=SLOW),
         pytest.param(2, "--pp 1 --cp 2 --fsdp step", marks=SLOW),
         pytest.param(4, "--pp 1 --cp 2 --tp 2", marks=SLOW),
-        (4, "--pp 1 --cp 2 --tp 2 --sequence-parallel --cp-order zigzag"),
+        pytest.param(4, "--pp 1 --cp 2 --tp 2 --sequence-parallel --cp-order zigzag", marks=SLOW),
         pytest.param(8, "--pp 2 --dp 2 --tp 2 --sequence-parallel --schedule zb-h1", marks=SLOW),
         (4, "--pp 2 --cp 2 --cp-form ring --cp-order zigzag --schedule zb-h1"),
         pytest.param(4, "--pp 2 --cp 2 --schedule zb-h1", marks=SLOW),

@@ -36,6 +36,7 @@ from examples.serve.variants import DecodeSize, PrefillSize, all_sizes, later_si
 from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill, Record
 
 from ..mpi.jobs import ROOT, needs_mpi, run
+from ..sampling import scale
 from .serve_driver import Driver, Habits, Request, differences, random_requests
 from .serve_models import FEW, GREEDY, OPTIONS, generate, load_qwen2, logits_of, save_qwen2, serving
 from .serve_work import Row, decode_of, prefill_of
@@ -100,10 +101,11 @@ def test_fused_tokens_are_those_of_generate(
 ) -> None:
     """In a decode step attention is loops, and the prompts' is torch's kernel.
 
-    Some of the weights are packed, and some are transposed.
+    Some of the weights are packed, and some are transposed. By default only the variants that the
+    requests ask for are compiled.
     """
     monkeypatch.setattr(projections, "SMALL", 32 * 64)
-    options = replace(GREEDY, prompt_tokens=None, fuse="inductor")
+    options = replace(GREEDY, prompt_tokens=None, fuse="inductor", late=scale() == 1)
     with serving(folders[1], 1, options) as engine:
         first = next(s for s in engine.graphs.compiled if isinstance(s, DecodeSize))
         (graph,) = engine.graphs.compiled[first]
@@ -118,8 +120,8 @@ def test_fused_tokens_are_those_of_generate(
 
 
 def test_a_stage_that_is_cut_over_ranks(folders: dict[int, Path]) -> None:
-    """Greedy, sampled and adjusted tokens."""
-    with serving(folders[1], 2, replace(FEW, groups=1, tp=2)) as engine:
+    """Greedy, sampled and adjusted tokens; by default, of the variants that they ask for."""
+    with serving(folders[1], 2, replace(FEW, groups=1, tp=2, late=scale() == 1)) as engine:
         assert engine.limits.groups == 1
         requests = random_requests(8, 11, engine.limits, share=0.4)
         Driver(engine, Habits(seed=11, preempting=0.03)).run(requests)

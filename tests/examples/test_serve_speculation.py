@@ -215,7 +215,7 @@ def test_proposals_outside_of_the_limits_are_refused(
 # -- a draft -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_draft_changes_no_token(
     layers: int,
     folders: dict[int, Path],
@@ -225,7 +225,8 @@ def test_a_draft_changes_no_token(
 ) -> None:
     """With weights of its own; and with those of the model, of which it then proposes all tokens.
 
-    Both in blocks that run out: requests are computed again, and share what others have computed.
+    The latter is for --slow, as the next test has it. Both in blocks that run out: requests are
+    computed again, and share what others have computed.
     """
     options = replace(SPECULATING, draft=folders[layers])
     with serving(folders[2], 2, options) as drafting:

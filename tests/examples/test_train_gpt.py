@@ -135,14 +135,15 @@ def test_layers_in_float8(options: str, tmp_path: Path) -> None:
     assert found != pytest.approx(expected, rel=1e-6), "it computes in float8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_groups_of_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
-    """Two stages, each on a group of two."""
+    """Two stages, each on a group of two; by default, one process plays the ranks of groups."""
     ended = train(ranks, tmp_path / "run", "--dp 2 --sample 0 --fsdp step")
     assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("after", [pytest.param(3, marks=needs_mpi), 0])
+@pytest.mark.parametrize("after", [pytest.param(3, marks=[*needs_mpi, SLOW]), 0])
 def test_resuming_on_other_ranks(after: int, saved: Path, tmp_path: Path) -> None:
     """A run of 2 ranks goes on, on others, as if it had not been interrupted."""
     folder = tmp_path / "run"

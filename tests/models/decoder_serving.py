@@ -16,6 +16,7 @@ from examples.serve.engine import Options, start
 
 from ..examples.serve_driver import Driver, Habits, Request
 from ..examples.serve_models import generate
+from ..sampling import scale
 from .decoders import VOCABULARY
 
 OPTIONS = Options(
@@ -28,7 +29,9 @@ OPTIONS = Options(
     widths=(),
     warm=False,
     draws=False,
+    late=scale() == 1,
 )
+"""By default only the variants that requests ask for are compiled; with --slow all."""
 COUNT = 6
 """Tokens of each request."""
 LENGTHS = (1, 5, 21)
