@@ -10,9 +10,11 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "comparisons"), [(1, 4), (2, 13), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)]
+    ("ranks", "comparisons"),
+    [(1, 4), (2, 13), *(pytest.param(ranks, 4, marks=pytest.mark.slow) for ranks in (4, 8))],
 )
 def test_losses_and_gradients_are_those_of_a_plain_loop(ranks: int, comparisons: int) -> None:
+    """On four ranks, a default run has the pipelines of test_pipelines.py."""
     every = ["every"] if ranks == 2 else []
     ended = run(ranks, ["-m", "tests.equality", *every], seconds=180, warm=True)
     assert ended.code == 0, ended.output

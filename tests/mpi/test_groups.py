@@ -22,7 +22,7 @@ def test_actors_on_meshes_hold_the_same_bits_in_processes(extent: str) -> None:
     alone = run(0, job, seconds=240, variables={"CG_RANKS": "4"}, warm=True)
     assert alone.code == 0, alone.output
     found, expected = (sorted(re.findall(HASH, each.output)) for each in (ended, alone))
-    assert len(expected) == (12 * 4 + 3 + 3 * 4 if extent == "all" else 7 * 4 + 2 * 4) + 2 * 3
+    assert len(expected) == (12 * 4 + 3 + 3 * 4 if extent == "all" else 5 * 4 + 1 * 4) + 2 * 3
     assert found == expected
     told = re.findall(r"rank (\d) was told: (.*)", ended.output)
     assert len(told) == 5 * 4
@@ -45,8 +45,12 @@ def test_actors_on_meshes_hold_the_same_bits_in_processes(extent: str) -> None:
             assert words == "careless1 could not be made on rank 1: ValueError: no file here"
 
 
-def test_stored_parameters_travel_on_streams_of_devices() -> None:
+@pytest.mark.parametrize(
+    "names", [("step", "uneven"), pytest.param(("task", "auto"), marks=pytest.mark.slow)]
+)
+def test_stored_parameters_travel_on_streams_of_devices(names: tuple[str, ...]) -> None:
     """Devices are fake ones, whose streams are threads, and the transport's are sockets."""
-    ended = run(4, ["-m", "tests.mpi.device_job", "tests.mpi.stored_job"], seconds=180, warm=True)
+    job = ["-m", "tests.mpi.device_job", "tests.mpi.stored_job", *names]
+    ended = run(4, job, seconds=180, warm=True)
     assert ended.code == 0, ended.output
-    assert len(re.findall(r"agrees on rank \d", ended.output)) == 4 * 4
+    assert len(re.findall(r"agrees on rank \d", ended.output)) == 4 * len(names)

@@ -43,6 +43,7 @@ def test_steps_and_graphs_are_what_they_are_on_one_host() -> None:
     assert "WARN" not in ended.output
 
 
+@pytest.mark.slow  # `test_counting.py` has its program, on ranks of one host and on devices
 def test_a_refused_call_counts_on_no_host(tmp_path: Path) -> None:
     ended = launch("north:1,south:1", "counting_job.py", str(tmp_path))
     assert ended.code == 0, ended.output
