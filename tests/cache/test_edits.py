@@ -43,7 +43,7 @@ def versions(draw: st.DrawFn) -> Version:
     )
 
 
-@examples(160)
+@examples(80)
 @given(version=versions())
 def test_a_trace_from_the_cache_is_that_of_a_fresh_start(
     version: Version, store: MemoryStore, folder: Path

@@ -222,7 +222,7 @@ def test_random_chains_train_exactly(
     """Outputs, all gradients, and parameters after each of three updates."""
     done = 0
 
-    @of_shard(shard, 7)
+    @of_shard(shard, 4 if scale() == 1 else 7)
     @given(case=cases())
     def search(case: Case) -> None:
         nonlocal done
