@@ -24,7 +24,7 @@ SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 MARK = "TEST_RESTARTED_MARK"
 """A variable of the ranks of one job."""
 STEPS = 12
-TINY = "--layers 4 --width 12 --batch 4 --microbatches 2 --rate 1e-2 --sample 0 --save-every 3"
+TINY = "--layers 2 --width 12 --batch 4 --microbatches 2 --rate 1e-2 --sample 0 --save-every 3"
 
 
 def ranks_of(mark: str) -> list[int]:

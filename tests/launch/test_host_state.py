@@ -122,6 +122,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("store", ["host-state", "host"])
 @pytest.mark.parametrize(
     ("optimizer", "updates", "passes"),

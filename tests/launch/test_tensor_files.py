@@ -80,6 +80,7 @@ def test_what_an_optimizer_has_made_in_its_constructor_goes_on(tmp_path: Path) -
         assert trained(other, 2) == pytest.approx(losses[2:], rel=1e-5)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("plan", [PLAN, BLOCKS], ids=["plain", "blocks"])
 @pytest.mark.parametrize("store", [cg.whole, cg.cut(0, "dp")], ids=["whole", "stored"])
 def test_another_mesh_goes_on(tmp_path: Path, plan: dict[str, object], store: object) -> None:

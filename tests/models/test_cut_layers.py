@@ -54,6 +54,7 @@ def check_gradients(model: nn.Module, parts: list[Any]) -> None:
             torch.testing.assert_close(mine, grad, rtol=1e-5, atol=1e-7 * largest)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_the_model_bit_for_bit(family: str, stages: int) -> None:

@@ -86,6 +86,7 @@ def layout(schedule: str, p: int) -> tuple[int, ...]:
     return line * 2 if schedule in ("interleaved", "looped-bfs") else line
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("schedule", cg.schedules.names())
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 6), (3, 2), (4, 9)])
 def test_live_activations_peak_as_foreseen(schedule: str, p: int, m: int, pool: Pool) -> None:

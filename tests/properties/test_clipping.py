@@ -176,6 +176,7 @@ def traced() -> dict[Any, tuple[list[Any], cg.Lowered]]:
     return {}
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("build", [by_hand, rounds], ids=["by hand", "clip_grad_norm"])
 @pytest.mark.parametrize("schedule", cg.schedules.names())
 def test_clipping_is_torchs_under_every_schedule(

@@ -148,6 +148,7 @@ def plain_losses(stages: int, skewed: bool, rows: int = 12) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("skewed", [False, True], ids=["", "two experts get all tokens"])
 def test_it_trains_as_one_process(name: str, skewed: bool) -> None:

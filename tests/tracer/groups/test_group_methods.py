@@ -105,6 +105,7 @@ PLANS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("method", ["forward", "stepped", "asked"])
 def test_sums_over_ranks_are_reduced_where_an_op_is_not_linear(method: str, plan: str) -> None:
