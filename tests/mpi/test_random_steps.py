@@ -15,7 +15,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
     [
-        (4, (0, 5)),
+        (4, (2, 5)),
+        pytest.param(4, (0, 5), marks=SLOW),
         pytest.param(2, (12, 15), marks=SLOW),
         pytest.param(4, (5, 12), marks=SLOW),
         pytest.param(2, (15, 20), marks=SLOW),
