@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..sampling import examples
+from ..sampling import examples, scale
 from .edited import CHOICES, COMMENTS, SURROUNDINGS, MemoryStore, Version, traced
 
 pytestmark = pytest.mark.timeout(1200)
@@ -43,7 +43,7 @@ def versions(draw: st.DrawFn) -> Version:
     )
 
 
-@examples(80)
+@examples(80 if scale() == 1 else 160)
 @given(version=versions())
 def test_a_trace_from_the_cache_is_that_of_a_fresh_start(
     version: Version, store: MemoryStore, folder: Path

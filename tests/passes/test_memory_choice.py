@@ -29,7 +29,7 @@ from cg.passes.schedules import Pipeline, validate
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import simulate_programs
 
-from ..sampling import examples
+from ..sampling import examples, scale
 
 Make = Callable[..., Module]
 
@@ -147,7 +147,7 @@ def test_no_choice_that_stages_share_is_faster(
     assert pipe.time(module, chosen.limits) <= best * (1 + 1e-9)
 
 
-@examples(100)
+@examples(50 if scale() == 1 else 100)
 @given(
     seed=st.integers(0, 10**9),
     share=st.floats(0.1, 0.95),
