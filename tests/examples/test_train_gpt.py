@@ -135,10 +135,9 @@ def test_layers_in_float8(options: str, tmp_path: Path) -> None:
     assert found != pytest.approx(expected, rel=1e-6), "it computes in float8"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_groups_of_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
-    """Two stages, each on a group of two; by default, one process plays the ranks of groups."""
+    """Two stages, each on a group of two."""
     ended = train(ranks, tmp_path / "run", "--dp 2 --sample 0 --fsdp step")
     assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
 

@@ -52,14 +52,14 @@ class Block(nn.Module):
 
 
 def places(kind: str) -> tuple[Sequence[Mesh], Sharding]:
-    """The meshes of stages, and how parameters rest: of two where the second adds anything."""
+    """The meshes of two stages, and how parameters rest."""
     ranks = cg.world_size()
     made: dict[str, Callable[[], Sequence[Mesh]]] = {
         "tp": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
-        "clip": lambda: [cg.mesh(dp=1, tp=ranks)],
-        "sums": lambda: [cg.mesh(dp=1, tp=ranks)],
-        "dp": lambda: [cg.mesh(dp=ranks, tp=1)],
-        "buckets": lambda: [cg.mesh(dp=ranks, tp=1)],
+        "clip": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
+        "sums": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
+        "dp": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
+        "buckets": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "stored": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "pp": lambda: [
             cg.mesh(range(ranks // 2), dp=1, tp=ranks // 2),
