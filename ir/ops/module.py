@@ -257,7 +257,7 @@ class Module:
             no places: a body runs where it is called.
         channels: communicators by id; empty before ASYNC.
         programs: one over all ranks before SCHEDULED, and one for each rank in SCHEDULED. Those of
-            a plan in a file are read when they are asked for (`ir/text/stored_plan.py`).
+            a plan in a text are read when they are asked for (`ir/text/stored_programs.py`).
 
     Modules are equal if their text forms are equal, without locations (`ir/ops/compare.py`).
     """

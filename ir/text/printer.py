@@ -33,6 +33,11 @@ from ..types import Mesh, Place, Type, format_ranks
 _INDENT = "  "
 _NAME = re.compile(r"[\w.$-]+")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
+_QUOTED = r'"(?:[^"\\]|\\.)*+"'
+_LOCATION = re.compile(
+    rf" loc\({_QUOTED}:\d+(?: in (?:{_QUOTED}|{_WORD.pattern}))?\)$", re.MULTILINE
+)
+"""A location behind an op or a function, at the end of its line."""
 
 
 def format_module(module: Module, locations: bool = False) -> str:
@@ -44,6 +49,11 @@ def format_module(module: Module, locations: bool = False) -> str:
     """
     declarations = f"{format_declarations(module, locations)}\n"
     return "".join((declarations, *format_programs(read_programs(module), locations), "}\n"))
+
+
+def without_locations(text: str) -> str:
+    """The text of a module as `format_module` writes it without locations."""
+    return _LOCATION.sub("", text)
 
 
 def format_declarations(module: Module, locations: bool = False) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from ..ops.module import Module, Program
-from .parser import parse_module, parse_program
+from ..ops.module import Module
+from .parser import parse_module
 from .plan_file import (
     INDEX_DIGITS,
     PARTS,
@@ -29,6 +29,7 @@ from .plan_file import (
     plan_digest,
     trace_of,
 )
+from .stored_programs import StoredPrograms
 
 _LONGEST_HEAD = 1 << 24
 _END = re.compile(rf"// index (\d{{{INDEX_DIGITS}}})\n".encode())
@@ -96,56 +97,18 @@ class _PlanParts:
             raise self.changed()
         return content.decode()
 
+    @property
+    def count(self) -> int:
+        """The number of programs."""
+        return len(self.parts) - 2
+
+    def program(self, rank: int) -> str:
+        """The text of a rank's program; raises as `text` does."""
+        return self.text(1 + rank)
+
     def _read(self, start: int, length: int) -> bytes:
         """The bytes of a stretch; none of one that does not begin in the file."""
         return os.pread(self._descriptor, length, start) if start >= 0 and length > 0 else b""
-
-
-class StoredPrograms(Sequence[Program]):
-    """The programs of a plan's file, by rank; each is read when it is first asked for.
-
-    Attributes:
-        digest: of the plan.
-    """
-
-    def __init__(self, parts: _PlanParts, declared: Module) -> None:
-        self.digest = parts.digest
-        self._parts = parts
-        self._declared = declared
-        self._known: dict[int, Program] = {}
-
-    def __len__(self) -> int:
-        return len(self._parts.parts) - 2
-
-    @overload
-    def __getitem__(self, index: int) -> Program: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Program]: ...
-    def __getitem__(self, index: int | slice) -> Program | Sequence[Program]:
-        """The program of a rank.
-
-        Raises:
-            IRError: its text is none of a program.
-            OSError: the file cannot be read.
-            PlanFileError: it was changed since it was opened.
-        """
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(len(self)))]
-        rank = range(len(self))[index]
-        program = self._known.get(rank)
-        if program is None:
-            program = self._known[rank] = self._read(rank)
-        return program
-
-    def __iter__(self) -> Iterator[Program]:
-        return (self[rank] for rank in range(len(self)))
-
-    def _read(self, rank: int) -> Program:
-        text, file = self._parts.text(1 + rank), f"{self._parts.file}, rank {rank}"
-        program = parse_program(text, self._declared, file)
-        if program.rank != rank:
-            raise self._parts.changed()
-        return program
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,11 @@ def make_variant(
     if options.plan is not None:
         scheduled = Scheduled(options.plan.module, [], "")
     else:
+        # Who takes part in a driven graph, and by which channels, depends on all programs.
+        needs_all = is_driven or world.is_virtual
 
         def compiled(pipeline_of: Callable[..., Pipeline], sink: DumpSink | None) -> Scheduled:
-            more = pipeline_of, sink, cache_of(world)
+            more = pipeline_of, sink, cache_of(world), None if needs_all else world.rank
             return compile_module(options.fsdp, options.schedule, trace.module, *more)
 
         limit = options.memory_limit

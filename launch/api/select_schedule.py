@@ -252,6 +252,7 @@ def compile_module(
     pipeline_of: Callable[..., Pipeline],
     sink: DumpSink | None,
     cache: CompileCache,
+    rank: int | None,
 ) -> Scheduled:
     """The programs of a traced module, of an earlier start or made now.
 
@@ -261,6 +262,7 @@ def compile_module(
         pipeline_of: the passes for a schedule; with `fsdp=` for the pass that gathers.
         sink: hears of every pass, so that all have to run; None: nobody listens.
         cache: where earlier starts have kept programs.
+        rank: as in `from_cache`.
 
     Raises:
         IRError, ValueError, TraceError: as the passes, and `choose_residency`, do.
@@ -272,7 +274,7 @@ def compile_module(
 
     if sink is not None:
         return make()
-    return from_cache(cache, module, (residency, schedule, pipeline_of), make)
+    return from_cache(cache, module, (residency, schedule, pipeline_of), make, rank=rank)
 
 
 def run_passes(

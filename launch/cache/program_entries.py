@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...ir.ops.module import Module
@@ -18,7 +18,8 @@ from ...ir.phases import Phase
 from ...ir.text.diagnostics import IRError
 from ...ir.text.parser import parse_module
 from ...ir.text.printer import format_module
-from ...ir.verify.verifier import verify
+from ...ir.text.stored_programs import open_module
+from ...ir.verify.verifier import verify, verify_program
 from ...passes.manager.manager import PassReport
 from .canonical import Unkeyable, canonical
 from .compile_cache import CompileCache
@@ -60,10 +61,12 @@ def from_cache(
     options: Sequence[Any],
     make: Callable[[], Scheduled],
     long: float = LONG,
+    rank: int | None = None,
 ) -> Scheduled:
     """The programs of a traced module, of an earlier start or made now.
 
-    A module that was read is verified like a fresh one, and ranks compare its digest.
+    Programs that were read are verified like fresh ones, and ranks compare their digest. A rank
+    that runs one of them reads that alone; the others are read when something asks for them.
 
     Args:
         cache: where to look.
@@ -71,6 +74,7 @@ def from_cache(
         options: all else that `make` depends on.
         make: makes the programs.
         long: the seconds from which on they are kept.
+        rank: the one that this process runs; None: it runs several, or needs to know them all.
     """
     if not cache.is_on:
         return make()
@@ -80,7 +84,7 @@ def from_cache(
         _LOG.info("compile cache: the programs of step %s are not kept: %s", module.name, reason)
         return make()
     for text in cache.read(_KIND, key):
-        scheduled = _parsed(text, module)
+        scheduled = _parsed(text, module, rank)
         if scheduled is not None:
             _LOG.debug("compile cache: the programs of step %s are those of before", module.name)
             return scheduled
@@ -108,20 +112,46 @@ def _text(scheduled: Scheduled) -> str:
     return f"{json.dumps(facts)}\n{format_module(scheduled.module, locations=True)}"
 
 
-def _parsed(text: str, traced: Module) -> Scheduled | None:
+def _parsed(text: str, traced: Module, rank: int | None) -> Scheduled | None:
     """The programs of a text; None if it does not hold valid ones for such a step."""
     facts, _, program = text.partition("\n")
     try:
         content = json.loads(facts)
         reports = [PassReport(**{**r, "remarks": tuple(r["remarks"])}) for r in content["reports"]]
-        scheduled = Scheduled(
-            parse_module(program, "the compile cache"), reports, content["choice"]
-        )
-        verify(scheduled.module)
+        module = _read_all(program) if rank is None else _read_own(program, rank)
+        scheduled = Scheduled(module, reports, content["choice"])
     except (ValueError, KeyError, TypeError, IRError) as error:
         _LOG.info("compile cache: programs of step %s are damaged: %s", traced.name, error)
         return None
-    module = scheduled.module
     if (module.name, module.world, module.phase) != (traced.name, traced.world, Phase.SCHEDULED):
         return None
-    return replace(scheduled, module=module)
+    return scheduled
+
+
+_WHERE = "the compile cache"
+
+
+def _read_all(text: str) -> Module:
+    """The programs of all ranks, verified.
+
+    Raises:
+        IRError: they are not well formed.
+    """
+    module = parse_module(text, _WHERE)
+    verify(module)
+    return module
+
+
+def _read_own(text: str, rank: int) -> Module:
+    """The programs of all ranks, of which that of one rank is read and verified.
+
+    Each rank does so with its own, and ranks compare the digest of the text.
+
+    Raises:
+        IRError, ValueError: it is not well formed.
+    """
+    module = open_module(text, _WHERE)
+    if len(module.programs) != module.world:
+        raise ValueError(f"there are {len(module.programs)} programs for {module.world} ranks")
+    verify_program(module, module.program_of(rank))
+    return module

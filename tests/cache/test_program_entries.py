@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import cg
+from cg.backends.agreement.plan_hash import plan_hash
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops.clone import clone
-from cg.ir.ops.module import Module
-from cg.ir.text.printer import format_module
+from cg.ir.ops.module import Module, Program
+from cg.ir.text import stored_programs
+from cg.ir.text.printer import format_module, format_program
 from cg.launch.cache import program_entries
 from cg.launch.cache.compile_cache import CompileCache
 from cg.launch.cache.entry_store import EntryStore
@@ -59,8 +61,9 @@ def module() -> Module:
 class Counted:
     """A cache in a folder, as one start has it, and how often this start has run the passes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int | None = None) -> None:
         self.cache = CompileCache(EntryStore(folder))
+        self.rank = rank
         self.runs = 0
 
     def compiled(
@@ -72,7 +75,8 @@ class Counted:
             self.runs += 1
             return Scheduled(*run_on_copy(pipeline_of(schedule), module), "")
 
-        scheduled = from_cache(self.cache, module, (schedule, pipeline_of), make, long=0.0)
+        depends = (schedule, pipeline_of)
+        scheduled = from_cache(self.cache, module, depends, make, long=0.0, rank=self.rank)
         self.cache.flush()
         return scheduled
 
@@ -83,6 +87,48 @@ def test_a_second_start_has_the_same_programs(module: Module, tmp_path: Path) ->
     assert (first.runs, second.runs) == (1, 0)
     assert format_module(again.module, True) == format_module(fresh.module, True)
     assert again.reports == fresh.reports
+
+
+def text_of(scheduled: Scheduled, rank: int) -> str:
+    return format_program(scheduled.module.program_of(rank), locations=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_own_program_alone(
+    rank: int, module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = Counted(tmp_path).compiled(module)
+    read: list[str] = []
+    parse = stored_programs.parse_program
+
+    def counted(text: str, declared: Module, file: str) -> Program:
+        read.append(file)
+        return parse(text, declared, file)
+
+    monkeypatch.setattr(stored_programs, "parse_program", counted)
+    start = Counted(tmp_path, rank)
+    again = start.compiled(module)
+    assert start.runs == 0
+    assert plan_hash(again.module) == plan_hash(fresh.module)
+    assert text_of(again, rank) == text_of(fresh, rank)
+    assert read == [f"the compile cache, rank {rank}"]
+    assert format_module(again.module, True) == format_module(fresh.module, True)
+
+
+def test_a_rank_does_not_run_a_program_with_an_error(module: Module, tmp_path: Path) -> None:
+    fresh = Counted(tmp_path).compiled(module)
+    (file,) = tmp_path.glob("*/*.entry")
+    text = file.read_text().partition("\n")[2]
+    key = program_entries._key(module, (None, functools.partial(default_pipeline)))
+    before, mark, behind = text.partition("program @1")
+    EntryStore(tmp_path).write(
+        "programs", key, before + mark + behind.replace("call(", "recall("), 1
+    )
+    for rank, runs in enumerate((0, 1)):
+        start = Counted(tmp_path, rank)
+        scheduled = start.compiled(module)
+        assert start.runs == runs
+        assert text_of(scheduled, rank) == text_of(fresh, rank)
 
 
 def renamed(module: Module) -> Module:

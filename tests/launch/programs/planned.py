@@ -6,7 +6,7 @@ import torch
 
 import cg
 from cg.ir.ops.module import Program
-from cg.ir.text import stored_plan
+from cg.ir.text import stored_programs
 
 
 @cg.actor
@@ -67,14 +67,14 @@ class Training:
 
 def count_programs() -> list[int | None]:
     """The ranks whose programs are read from now on."""
-    parse, ranks = stored_plan.parse_program, []
+    parse, ranks = stored_programs.parse_program, []
 
     def counted(*args: object) -> Program:
         program = parse(*args)
         ranks.append(program.rank)
         return program
 
-    stored_plan.parse_program = counted
+    stored_programs.parse_program = counted
     return ranks
 
 
