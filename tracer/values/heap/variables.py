@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import is_
@@ -131,13 +131,28 @@ class _SearchedModules:
         if names[:known] != self._names or not all(map(is_, values, self._all)):
             self._users, known = [], 0
         if len(names) > known:
-            self._users += map(_is_users_or_main, names[known:], values[known:])
+            self._users += _are_users_or_main(names[known:], values[known:])
         self._names, self._all = names, values
         return list(compress(values, self._users))
 
 
-def _is_users_or_main(name: str, module: ModuleType) -> bool:
-    return isinstance(module, ModuleType) and (name == "__main__" or is_users(module))
+def _are_users_or_main(names: Sequence[str], values: Sequence[Any]) -> list[bool]:
+    """For each loaded module, whether it is the user's own, or its name is `__main__`.
+
+    Nearly all are of installed packages, which takes no call to see.
+    """
+    files = [
+        getattr(value, "__file__", None) if isinstance(value, ModuleType) else None
+        for value in values
+    ]
+    own = [
+        isinstance(file, str) and "site-packages" not in file and is_own_file(file)
+        for file in files
+    ]
+    if "__main__" in names:
+        main = names.index("__main__")
+        own[main] = isinstance(values[main], ModuleType)
+    return own
 
 
 users_modules = _SearchedModules()
