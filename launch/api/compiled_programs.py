@@ -60,6 +60,7 @@ class PlanFacts:
 
 def make_variant(
     fit: FittedTrace,
+    text: str,
     options: CompileOptions,
     pipeline_of: Callable[..., Pipeline],
     step: str,
@@ -72,6 +73,7 @@ def make_variant(
 
     Args:
         fit: the trace, with what keeps it to a limit of memory.
+        text: of its module, with locations.
         options: with the schedule of the trace.
         pipeline_of: the passes for a schedule.
         step: the step's name.
@@ -93,7 +95,7 @@ def make_variant(
 
         def compiled(pipeline_of: Callable[..., Pipeline], sink: DumpSink | None) -> Scheduled:
             more = pipeline_of, sink, cache_of(world), None if needs_all else world.rank
-            return compile_module(options.fsdp, options.schedule, trace.module, *more)
+            return compile_module(options.fsdp, options.schedule, trace.module, text, *more)
 
         limit = options.memory_limit
         in_flight = options.in_flight if is_driven else 0

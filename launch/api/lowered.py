@@ -438,13 +438,14 @@ class Lowered:
             if driver is not None:
                 check_keywords(self._step.fn, trace.inputs, Compiled.execute)
         check_late_settings(options.settings)
-        check_compilation(self._world, self._step.name, traces, options.agreed())
+        texts = [format_module(trace.module, locations=True) for trace in traces]
+        check_compilation(self._world, self._step.name, traces, texts, options.agreed())
         pipeline_of, narrows = self._pipeline_of(options), options.saved is not None
         variants = []
-        for fit in fitted:
+        for fit, text in zip(fitted, texts, strict=True):
             loc, remat = definition(self._step.fn), tuple(sorted(self._remat))
             facts = PlanFacts(options.fuse, options.max_inflight, remat, dict(fit.limits), narrows)
             more = self._step.name, loc, facts, self._world, driver is not None
             chosen = replace(options, schedule=fit.schedule)
-            variants.append(make_variant(fit, chosen, pipeline_of, *more))
+            variants.append(make_variant(fit, text, chosen, pipeline_of, *more))
         return Compiled(variants, self._world, options, driver, numbering)

@@ -249,6 +249,7 @@ def compile_module(
     residency: Residency | None,
     schedule: Schedule | None,
     module: Module,
+    text: str,
     pipeline_of: Callable[..., Pipeline],
     sink: DumpSink | None,
     cache: CompileCache,
@@ -259,6 +260,7 @@ def compile_module(
     Args:
         residency: the `fsdp` of `compile`.
         schedule, module: as for `run_passes`.
+        text: of the module, with locations.
         pipeline_of: the passes for a schedule; with `fsdp=` for the pass that gathers.
         sink: hears of every pass, so that all have to run; None: nobody listens.
         cache: where earlier starts have kept programs.
@@ -274,7 +276,8 @@ def compile_module(
 
     if sink is not None:
         return make()
-    return from_cache(cache, module, (residency, schedule, pipeline_of), make, rank=rank)
+    options = (residency, schedule, pipeline_of)
+    return from_cache(cache, module, text, options, make, rank=rank)
 
 
 def run_passes(

@@ -58,6 +58,7 @@ class Scheduled:
 def from_cache(
     cache: CompileCache,
     module: Module,
+    text: str,
     options: Sequence[Any],
     make: Callable[[], Scheduled],
     long: float = LONG,
@@ -71,6 +72,7 @@ def from_cache(
     Args:
         cache: where to look.
         module: traced.
+        text: of the module, with locations.
         options: all else that `make` depends on.
         make: makes the programs.
         long: the seconds from which on they are kept.
@@ -79,12 +81,12 @@ def from_cache(
     if not cache.is_on:
         return make()
     try:
-        key = _key(module, options)
+        key = _key(text, options)
     except Unkeyable as reason:
         _LOG.info("compile cache: the programs of step %s are not kept: %s", module.name, reason)
         return make()
-    for text in cache.read(_KIND, key):
-        scheduled = _parsed(text, module, rank)
+    for kept in cache.read(_KIND, key):
+        scheduled = _parsed(kept, module, rank)
         if scheduled is not None:
             _LOG.debug("compile cache: the programs of step %s are those of before", module.name)
             return scheduled
@@ -97,14 +99,13 @@ def from_cache(
     return scheduled
 
 
-def _key(module: Module, options: Sequence[Any]) -> str:
-    """All that programs depend on.
+def _key(text: str, options: Sequence[Any]) -> str:
+    """All that programs depend on: the text of a traced module, with locations, and options.
 
     Raises:
         Unkeyable: an option has no text.
     """
-    texts = source_digest(), format_module(module, locations=True), canonical(tuple(options))
-    return "\0".join(texts)
+    return "\0".join((source_digest(), text, canonical(tuple(options))))
 
 
 def _text(scheduled: Scheduled) -> str:

@@ -19,7 +19,7 @@ from ...backends.base import World
 from ...backends.errors import PlanMismatch
 from ...ir.location import Location
 from ...ir.ops import Constant
-from ...ir.text.printer import format_module
+from ...ir.text.printer import without_locations
 from ...ir.types import Place, format_ranks
 from ...tracer.method.binding import definition
 from ...tracer.record.session.inputs import InputError, InputSpec, name_parts
@@ -114,7 +114,11 @@ class TraceRequest:
 
 
 def check_compilation(
-    world: World, step: str, traces: Sequence[Trace], options: Mapping[str, object]
+    world: World,
+    step: str,
+    traces: Sequence[Trace],
+    texts: Sequence[str],
+    options: Mapping[str, object],
 ) -> None:
     """Return if all ranks are about to compile the same; collective.
 
@@ -126,6 +130,7 @@ def check_compilation(
         world: all ranks.
         step: its name.
         traces: of the step.
+        texts: of their modules, with locations, which ranks do not compare.
         options: those arguments of `compile` that must be equal, by name.
 
     Raises:
@@ -137,10 +142,10 @@ def check_compilation(
         option: ComparedText(f"{option} in compile() is", text_of(value))
         for option, value in options.items()
     }
-    for number, trace in enumerate(traces):
+    for number, (trace, text) in enumerate(zip(traces, texts, strict=True)):
         parts |= _beside(trace, number)
-        text = format_module(trace.module)
-        parts[f"{number} trace"] = ComparedText("in what it calls", f"{text}\n")
+        called = f"{without_locations(text)}\n"
+        parts[f"{number} trace"] = ComparedText("in what it calls", called)
         parts[f"{number} results"] = ComparedText("what it returns is", _results(trace))
     agree(world, f"the ranks have traced step {step} differently", parts, ADVICE)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
 
 POLLS = 32
-YIELDS = 100
+YIELDS = 20
 FIRST_PAUSE = 50e-6
 LONGEST_PAUSE = 2e-3
 GLANCE_EVERY = 0.05

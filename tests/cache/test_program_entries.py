@@ -75,8 +75,8 @@ class Counted:
             self.runs += 1
             return Scheduled(*run_on_copy(pipeline_of(schedule), module), "")
 
-        depends = (schedule, pipeline_of)
-        scheduled = from_cache(self.cache, module, depends, make, long=0.0, rank=self.rank)
+        text, depends = format_module(module, True), (schedule, pipeline_of)
+        scheduled = from_cache(self.cache, module, text, depends, make, long=0.0, rank=self.rank)
         self.cache.flush()
         return scheduled
 
@@ -119,7 +119,9 @@ def test_a_rank_does_not_run_a_program_with_an_error(module: Module, tmp_path: P
     fresh = Counted(tmp_path).compiled(module)
     (file,) = tmp_path.glob("*/*.entry")
     text = file.read_text().partition("\n")[2]
-    key = program_entries._key(module, (None, functools.partial(default_pipeline)))
+    key = program_entries._key(
+        format_module(module, True), (None, functools.partial(default_pipeline))
+    )
     before, mark, behind = text.partition("program @1")
     EntryStore(tmp_path).write(
         "programs", key, before + mark + behind.replace("call(", "recall("), 1
@@ -191,7 +193,7 @@ def test_a_program_that_is_made_fast_is_not_kept(module: Module, tmp_path: Path)
     def make() -> Scheduled:
         return Scheduled(*run_on_copy(default_pipeline(), module), "")
 
-    from_cache(cache, module, (), make, long=float("inf"))
+    from_cache(cache, module, format_module(module, True), (), make, long=float("inf"))
     cache.flush()
     assert list(tmp_path.iterdir()) == []
 
@@ -214,7 +216,9 @@ def test_a_text_that_is_no_such_program_is_a_miss(
     (file,) = tmp_path.glob("*/*.entry")
     text = file.read_text().partition("\n")[2]
     store = EntryStore(tmp_path)
-    key = program_entries._key(module, (None, functools.partial(default_pipeline)))
+    key = program_entries._key(
+        format_module(module, True), (None, functools.partial(default_pipeline))
+    )
     assert list(store.read("programs", key, 1)) == [text]
     assert change(text) != text
     store.write("programs", key, change(text), 1)
