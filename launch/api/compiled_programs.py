@@ -90,15 +90,13 @@ def make_variant(
     if options.plan is not None:
         scheduled = Scheduled(options.plan.module, [], "")
     else:
-        # Who takes part in a driven graph, and by which channels, depends on all programs.
-        needs_all = is_driven or world.is_virtual
 
         def compiled(pipeline_of: Callable[..., Pipeline], sink: DumpSink | None) -> Scheduled:
-            more = pipeline_of, sink, cache_of(world), None if needs_all else world.rank
-            return compile_module(options.fsdp, options.schedule, trace.module, text, *more)
+            own = None if is_driven or world.is_virtual else world.rank
+            more = trace.module, text, pipeline_of, sink, cache_of(world), own
+            return compile_module(options.fsdp, options.schedule, *more)
 
-        limit = options.memory_limit
-        in_flight = options.in_flight if is_driven else 0
+        limit, in_flight = options.memory_limit, options.in_flight if is_driven else 0
         limits = None if limit is None else limit.of_ranks(world.size, in_flight)
         scheduled = _with_tasks(compiled, pipeline_of, sink, options.tasks_in_flight, limits)
     module = scheduled.module

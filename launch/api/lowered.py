@@ -431,8 +431,7 @@ class Lowered:
         fitted: Sequence[FittedTrace] | None = None,
     ) -> Compiled:
         fitted = self._as_traced(options) if fitted is None else fitted
-        traces = [fit.trace for fit in fitted]
-        driver = self._driver(options)
+        traces, driver = [fit.trace for fit in fitted], self._driver(options)
         for trace in traces:
             check_transports(trace.module.program)
             if driver is not None:
