@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...values.operators import storage_key
+from .plain_fakes import PlainFakes
 from .plain_text import Damaged, Json, NotStorable, decoded, encoded
 
 
@@ -66,7 +67,7 @@ class FakeReader:
     """
 
     def __init__(self, mode: FakeTensorMode, storages: Sequence[int]) -> None:
-        self._mode = mode
+        self._fakes = PlainFakes(mode)
         self._sizes = storages
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._kinds: dict[tuple[Any, ...], tuple[torch.dtype, torch.device]] = {}
@@ -83,7 +84,7 @@ class FakeReader:
             storage = self._storage(number)
             plain = torch.empty(0, dtype=dtype, device="meta")
             plain.set_(storage, offset, shape, stride)
-            fake = FakeTensor(self._mode, plain, device)
+            fake = self._fakes.of(plain, device)
             return fake.requires_grad_() if requires_grad else fake
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise Damaged(f"a tensor: {error}") from error
