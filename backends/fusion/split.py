@@ -94,7 +94,8 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor of the layout of a tensor, in memory of its own.
 
     It begins as far behind a multiple of `ALIGNMENT`. Compiled code copies a tensor each time that
-    lies at another place than the one it was compiled for.
+    lies at another place than the one it was compiled for. So parts that are equal but for this
+    are compiled each.
     """
     offset = _offset(tensor)
     last = sum(

@@ -237,10 +237,13 @@ class CgEngine(GrowingEngine[AnySize]):
         size = self.variant(ideal)
         if size is None and ideal.rows > 1:
             parts = [self._prefill(replace(work, chunks=(chunk,))) for chunk in work.chunks]
-            alone = cheapest(self.usable, replace(ideal, rows=1))
+            one = replace(ideal, rows=1)
+            alone = cheapest((size for size in self.usable if self.may_serve(size, one)), one)
+            assert alone is not None, "it has served the first of them"
             self.asked[ideal] += (len(parts) - 1) * self.seconds(alone)
             return Parts(parts)
-        size = self.needed(ideal)
+        if size is None:
+            size = self.needed(ideal)
         numbers = size.padding(limits)
         # Chunks that draw a token come first, since the result has the tokens of the first rows.
         ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)

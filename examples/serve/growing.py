@@ -27,8 +27,10 @@ SHARE = 0.1
 """The most of the time of a busy engine that goes to variants that are asked for."""
 PRICE = 1.0
 """Seconds for which requests wait while a variant is made, until it is known of one."""
+STEP = 0.02
+"""Seconds of a step of a variant that has not run on padding."""
 LEAST_SAVING = 0.05
-"""Of a step, by a variant of the same size that draws tokens in a cheaper way."""
+"""Of a step, by a cheaper variant of as many tokens."""
 SLICE = 0.05
 """Seconds after which a slice of making a variant ends, and with it the waiting of requests.
 
@@ -51,8 +53,8 @@ class GrowingEngine(ABC, Generic[Size]):
         in_flight: executions of a graph at a time.
 
     Attributes:
-        asked: seconds that work has taken because it was padded to a larger variant, by the size
-            that would have served it.
+        asked: about how many seconds work has taken because it was padded to a larger variant, by
+            the size that would have served it.
         flying: executions in flight, and some that have ended.
         in_flight: executions of a graph at a time.
     """
@@ -106,7 +108,7 @@ class GrowingEngine(ABC, Generic[Size]):
         """True if `improve` is to be called as soon as nothing is in flight.
 
         While there is work, a variant is begun if padding has taken as long as requests will wait
-        for it, and is made in a `SHARE` of the time: so what they lose is at most twice what they
+        for it, and is made in a `SHARE` of the time: so what they lose is about twice what they
         would with the better of both choices, known ahead (ski rental; Karlin, Manasse, Rudolph,
         Sleator, "Competitive Snoopy Caching", 1988). Nothing is due while kernels are made, which
         is beside the work.
@@ -119,7 +121,7 @@ class GrowingEngine(ABC, Generic[Size]):
         return bool(self._growing or pays) and monotonic() >= self._rests_until
 
     def improve(self) -> bool:
-        """Go on with the variant that is begun, or begin the one that was asked for most.
+        """Go on with the variant that is begun, or begin the one that would have saved most.
 
         Nothing may be in flight. It ends after a slice.
 
@@ -152,7 +154,7 @@ class GrowingEngine(ABC, Generic[Size]):
         self._end_flying()
         steps = self._steps(size)
         if self._growing is not None and self._growing[0] == size:
-            (_, steps), self._growing = self._growing, None
+            (_, steps), self._growing, self._spent = self._growing, None, 0.0
         with said(f"compiling {size}"):
             deque(steps, maxlen=0)
         self.rest(monotonic() - began)
@@ -175,17 +177,21 @@ class GrowingEngine(ABC, Generic[Size]):
         yield from self._warming(size)
 
     def _warming(self, size: Size) -> Iterator[None]:
+        runs = self._warm_ups and self._warm_ups + 1
         for graph, work in zip(self.graphs.compiled[size], self.examples(size), strict=True):
-            for _ in range(self._warm_ups):
+            for _ in range(runs):
                 yield
                 began = monotonic()
                 futures = [graph.execute(*work) for _ in range(self.in_flight)]
                 for future in futures:
                     future.result()
+                # The last one stays: it is as those of work are.
                 self._seconds[size] = (monotonic() - began) / self.in_flight
         self._cold.discard(size)
         self._serving.clear()
-        self.asked.pop(size, None)
+        served = (other for other in self.asked if self.may_serve(size, other))
+        for other in [other for other in served if size.holds(other)]:
+            del self.asked[other]
         self._later = [other for other in self._later if other != size]
 
     def _end_flying(self) -> None:
@@ -207,13 +213,27 @@ class GrowingEngine(ABC, Generic[Size]):
             self._serving[ideal] = cheapest(usable, ideal)
         size = self._serving[ideal]
         if size is not None and size != ideal:
-            saving = 1 - ideal.cost[0] / size.cost[0]
-            self.asked[ideal] += self.seconds(size) * max(saving, LEAST_SAVING)
+            self.asked[ideal] += self._saving(size, ideal)
         return size
 
-    def seconds(self, size: Size | None) -> float:
-        """Of a step of a variant; 0 if it has not run on padding."""
-        return 0.0 if size is None else self._seconds.get(size, 0.0)
+    def seconds(self, size: Size) -> float:
+        """Of a step of a variant."""
+        return self._seconds.get(size, STEP)
+
+    def _saving(self, size: Size, ideal: Size) -> float:
+        """About how many seconds a step of a variant takes longer than one of a cheaper size.
+
+        Time is a line over cost, through this variant and the nearest one of its kind that has run
+        on padding; if there is none, time is in proportion to cost.
+        """
+        seconds, cost = self.seconds(size), size.cost[0]
+        alike = [other for other in self._seconds if type(other) is type(size)]
+        others = [other for other in alike if other.cost[0] != cost]
+        by_cost = seconds / cost
+        if others:
+            near = min(others, key=lambda other: abs(other.cost[0] - cost))
+            by_cost = (seconds - self.seconds(near)) / (cost - near.cost[0])
+        return max(by_cost * (cost - ideal.cost[0]), LEAST_SAVING * seconds)
 
     def needed(self, ideal: Size) -> Any:
         """The same; one is compiled if there is none."""

@@ -139,7 +139,7 @@ def _part(programs: int, entries: int) -> int:
     """Entries that one program reads: fewer of short rows, if few programs share a device.
 
     Args:
-        programs: for each part of a row's entries.
+        programs: rows, times the heads that have keys of their own: each part has as many.
         entries: of a row, at most.
     """
     part = STEP

@@ -119,6 +119,7 @@ def test_kernels_are_the_product() -> None:
     assert done.stdout.count("equal") == len(FORMS)
     assert done.stdout.count("words") == 1
     assert done.stdout.count("each") == 1
+    assert done.stdout.count("offset") == 1
 
 
 @pytest.mark.gpu
@@ -127,6 +128,7 @@ def test_kernels_on_a_gpu_are_the_product(dtype: torch.dtype) -> None:
     compare("cuda", dtype, 4 * torch.finfo(dtype).eps)
     compare_words("cuda", dtype)
     compare_float8("cuda", dtype, has_nan=True)
+    compare_offsets("cuda", dtype)
 
 
 @pytest.mark.usefixtures("served")
@@ -237,6 +239,23 @@ def compare_words(device: str, dtype: torch.dtype) -> None:
     print("words")
 
 
+def compare_offsets(device: str, dtype: torch.dtype) -> None:
+    """Multiply bytes from which a number is subtracted, and zero points besides, or none."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(-128, 128, (32, 64), generator=generator, dtype=torch.int8)
+    zeros = torch.randint(-8, 8, (1, 32, 2), generator=generator, dtype=torch.int8)
+    for zero, rows in ((None, 1), (None, 2), (zeros, 1), (zeros, 2)):
+        x = torch.randint(-4, 4, (rows, 64), generator=generator).to(dtype)
+        points = 8 + (0 if zero is None else zero[0].repeat_interleave(32, 1).double())
+        right = x.double() @ (levels.double() - points).t()
+        own = x.view(rows, 2, 32, 1).to(device), levels.view(1, 32, 2, 32).to(device)
+        scale = torch.ones(1, 32, 2, dtype=torch.float16, device=device)
+        zero = None if zero is None else zero.to(device)
+        product = multiply(*own, scale, zero, 1, 8, False, False, 1).sum(0).view(rows, 32)
+        assert torch.equal(product.cpu().double(), right)
+    print("offset")
+
+
 if __name__ == "__main__":  # in the interpreter, which is chosen when the kernels are defined
 
     def by_kernel(x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -248,3 +267,4 @@ if __name__ == "__main__":  # in the interpreter, which is chosen when the kerne
     compare("cpu", dtype, 4 * torch.finfo(dtype).eps)
     compare_words("cpu", dtype)
     compare_float8("cpu", dtype, has_nan=False)  # nor does it know that of float8
+    compare_offsets("cpu", dtype)

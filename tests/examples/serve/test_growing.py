@@ -81,9 +81,9 @@ def test_a_slice_does_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
         count = len(events)
         is_complete = engine.improve()
         slices.append((*events[count:], is_complete))
-        assert (7 in engine.usable) == (len(slices) >= 4)
-    made = [(("trace", n), ("bind", n), ("run", n), ("run", n)) for n in (7, 8)]
-    assert slices == [(step, number == 3) for steps in made for number, step in enumerate(steps)]
+        assert (7 in engine.usable) == (len(slices) >= 5)
+    made = [(("trace", n), ("bind", n), *[("run", n)] * 3) for n in (7, 8)]
+    assert slices == [(step, number == 4) for steps in made for number, step in enumerate(steps)]
 
 
 def test_a_slice_goes_on_while_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_slice_goes_on_while_it_is_short(monkeypatch: pytest.MonkeyPatch) -> N
     events: Events = []
     engine = Engine(Graphs(events), [7], warm_ups=2, in_flight=1)  # type: ignore[arg-type]
     assert engine.improve()
-    assert events == [("trace", 7), ("bind", 7), ("run", 7), ("run", 7)]
+    assert events == [("trace", 7), ("bind", 7), *[("run", 7)] * 3]
 
 
 def test_a_slice_ends_when_kernels_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,11 @@ def test_a_slice_ends_when_kernels_are_begun(monkeypatch: pytest.MonkeyPatch) ->
     assert not engine.due(idle=True)
     graphs.is_ready = True
     assert engine.improve()
-    assert events[1:] == [("bind", 7), ("run", 7)]
+    assert events[1:] == [("bind", 7), ("run", 7), ("run", 7)]
 
 
 def test_a_busy_engine_makes_what_has_cost_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes two seconds, and requests have waited for seven of the latest variant."""
+    """A step takes two seconds, and requests have waited for nine of the latest variant."""
     clock = [0.0]
     monkeypatch.setattr(growing, "monotonic", lambda: clock[0])
     monkeypatch.setattr(growing, "SLICE", float("inf"))
@@ -137,14 +137,17 @@ def test_a_busy_engine_makes_what_has_cost_as_much(monkeypatch: pytest.MonkeyPat
     assert engine.improve()
     clock[0] += 1000.0
     waits = []
-    for _ in range(8):
+    for _ in range(10):
         assert engine.variant(Rows(4)) == 8
         waits.append(engine.due(idle=False))
-    assert waits == [False] * 6 + [True] * 2
-    assert engine.due(idle=True)
+    assert waits == [False] * 8 + [True] * 2
+    assert engine.variant(Rows(3)) == 8
     assert engine.improve()
+    assert not engine.due(idle=True), "it serves three as well"
     assert engine.variant(Rows(4)) == 4
-    assert not engine.due(idle=True)
+    assert not engine.asked
+    assert engine.variant(Rows(3)) == 4
+    assert engine.asked == {3: pytest.approx(0.1)}, "four have taken as long as eight"
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no kernels")])

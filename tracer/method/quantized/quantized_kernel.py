@@ -174,10 +174,11 @@ def multiply(
     }  # fmt: skip
     if rows == 1:
         constants["COUNT"] = count if is_packed else min(BYTES, tiles.inputs)
+        if not torch.version.hip:  # only NVIDIA's compiler has the option
+            constants["maxnreg"] = REGISTERS
         row_kernel.multiply_row[grid](
-            *tensors, *sizes, POWER, INNER=tiles.inner, UNROLLED=tiles.unrolled,
-            maxnreg=REGISTERS, **constants,
-        )  # fmt: skip
+            *tensors, *sizes, POWER, INNER=tiles.inner, UNROLLED=tiles.unrolled, **constants
+        )
         return out
     halves = Halves.of(input.dtype, 32 // count)
     rows_kernel.multiply_rows[grid](
