@@ -79,7 +79,8 @@ class Compiled(Programs):
             self._picks = [variant.pick(driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
-            self._write_behind(self._behind)
+            if self._launch is None:
+                self._write_behind(self._behind)
 
     def state_dict(self) -> dict[str, int]:
         """The state that random numbers depend on, to be saved with the state of the actors.
@@ -189,7 +190,11 @@ class Compiled(Programs):
             )
         if self._needs_more:
             values = self._check_and_pick(variant, values)
-        return launch(variant, values, block)
+        try:
+            return launch(variant, values, block)
+        finally:
+            if self._behind is not None:
+                self._write_behind(self._behind)
 
     def serve(self) -> None:
         """Run executions until the driver closes the graph; on every rank but the driver.

@@ -1,7 +1,8 @@
 """The compile cache of a process: what it reads at once, and what it writes behind the first step.
 
 A start that has nothing to read should take no longer for that. So texts are made and written by a
-thread, when nothing was traced for some seconds, and at the latest when the process ends.
+thread, when for some seconds nothing was traced, and no step ran for the first time, which settles
+the code of its bodies. They are written at the latest when the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .entry_store import EntryStore
 _LOG = logging.getLogger("cg")
 
 PAUSE = 2.0
-"""Seconds without a new trace after which texts are written: a start is over then."""
+"""Seconds without a new trace or first run after which texts are written: a start is over then."""
 
 Write = Callable[[EntryStore], None]
 """Makes a text and writes it."""
@@ -41,6 +42,7 @@ class CompileCache:
     _pending: list[Write] = field(default_factory=list)
     _writing: threading.Lock = field(default_factory=threading.Lock)
     _writer: threading.Thread | None = None
+    _changes: int = 0  # new texts, and first runs
 
     @property
     def is_on(self) -> bool:
@@ -71,12 +73,15 @@ class CompileCache:
 
         if self.store is not None:
             self._pending.append(write)
+            self._changes += 1
 
     def write_behind(self) -> None:
-        """Write what is to be kept, in a thread, when nothing more has been added for a while.
+        """Write what is to be kept, in a thread, when for a while nothing was added to it.
 
-        A process that ends before does so itself.
+        A further call counts as an addition, for what is kept may have changed. A process that ends
+        before writes it itself.
         """
+        self._changes += 1
         if self._pending and (self._writer is None or not self._writer.is_alive()):
             writer = threading.Thread(target=self._write, name="cg compile cache", daemon=True)
             self._writer = writer
@@ -84,9 +89,9 @@ class CompileCache:
 
     def _write(self) -> None:
         while self._pending:
-            before = len(self._pending)
+            before = self._changes
             time.sleep(PAUSE)
-            if len(self._pending) == before:
+            if self._changes == before:
                 self.flush()
 
     def flush(self) -> None:
