@@ -31,6 +31,13 @@ class Counter:
     total = 0
 
 
+class Factories(collections.OrderedDict[str, Callable[[int], Any]]):
+    """Gives what a factory makes, as transformers' activations do."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise TypeError(f"the factory {key} takes an argument: {super().__getitem__(key)}")
+
+
 def _cell() -> CellType:
     value = 1
     assert (lambda: value).__closure__ is not None
@@ -43,6 +50,7 @@ def _set_cell(cell: CellType) -> None:
 
 CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], list[str]]] = [
     ("dict", lambda: {"a": 1}, lambda d: d.update(a=2, b=3), ["x.a", "x.b"]),
+    ("factories", lambda: Factories(a=int), lambda d: d.update(a=str), ["x.a"]),
     ("list", lambda: [1, 2], lambda v: v.__setitem__(1, 3), ["x.1"]),
     ("longer list", lambda: [1], lambda v: v.append(3), ["x"]),
     ("set", lambda: {1}, lambda v: v.add(2), ["x"]),

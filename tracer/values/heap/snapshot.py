@@ -146,8 +146,8 @@ def _differences(
         after = list(now) if now is value else now
         yield StateChange(value, None, path or "a container", copy, after)
     elif isinstance(now, dict):
-        for key in {**copy, **now}:
-            before, after = copy.get(key, MISSING), now.get(key, MISSING)
+        for key in dict.fromkeys((*copy, *now)):
+            before, after = copy.get(key, MISSING), dict.get(now, key, MISSING)
             if not same(before, after):
                 yield StateChange(value, key, join(path, key), before, after)
     else:
@@ -177,7 +177,11 @@ class ValueKind:
         content = self.read(value)
         if content is not value:
             return content
-        return dict(value) if isinstance(value, dict) else list(value)
+        if type(value) is dict:
+            return dict(value)
+        if isinstance(value, dict):  # whose own class may give something else for a key
+            return {key: dict.__getitem__(value, key) for key in value}
+        return list(value)
 
 
 def same(before: Any, after: Any) -> bool:
@@ -189,7 +193,10 @@ def same(before: Any, after: Any) -> bool:
     if isinstance(before, (tuple, list)):
         return len(before) == len(after) and all(map(same, before, after))
     if isinstance(before, dict):
-        return before.keys() == after.keys() and all(same(before[k], after[k]) for k in before)
+        held = dict.__getitem__
+        return before.keys() == after.keys() and all(
+            same(held(before, key), held(after, key)) for key in before
+        )
     return isinstance(before, SCALARS) and bool(before == after)
 
 
