@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,12 +13,14 @@ from ...ir.location import Location
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.tradeoff import Tradeoff
+from ...ir.text.diagnostics import IRError
 from ...ir.types import tensor_bytes
 from ...passes.base import Pipeline
-from ...passes.memory.early_weights import can_run_early, with_early_weights
-from ...passes.memory.fit import MemoryLimitError, fit
+from ...passes.memory.choice_times import choice_time
+from ...passes.memory.fit import NO_LIMIT, Fit, MemoryLimitError, fit
 from ...passes.memory.offload import Offload
 from ...passes.memory.saving_levels import HostMemory
+from ...passes.memory.whole_backwards import may_be_whole, with_whole_backwards
 from ...passes.schedules import Schedule
 from ...tracer.errors import TraceError
 from ...tracer.function.step_pieces import StepPieces
@@ -85,8 +88,8 @@ def fit_trace(
 ) -> FittedTrace:
     """Trace a step so that its programs keep to the memory of each rank; collective.
 
-    All ranks compile the same trials, and choose by nothing else. Where a search for an order has
-    no bound on activations, and nothing fits, it searches with less and less of them.
+    All ranks compile the same trials, and choose by nothing else. A search for an order is tried
+    with less and less activations as well, and without W; the fastest on paper that fits is taken.
 
     Args:
         plain: of the step without limits, which is the result if it keeps to the memory.
@@ -117,38 +120,103 @@ def fit_trace(
     def compiled(
         schedule: Schedule | None,
         limits: Mapping[str, int],
-        early: frozenset[int],
+        whole: frozenset[int],
         amounts: Mapping[int, int],
     ) -> Module:
         module = traced(limits).module
-        schedule = with_early_weights(schedule, early)
+        schedule = with_whole_backwards(schedule, whole)
         passes = partial(pipeline_of, offload=_offload(amounts, hosts, len(memory)))
         schedule = with_recomputation(schedule, plain.module, tradeoffs, limits)
         fsdp = choose_residency(options.fsdp, schedule, module, passes)
         return run_passes(schedule, module, partial(passes, fsdp=fsdp), None).module
 
-    errors: list[MemoryLimitError] = []
-    for schedule in narrower(options.schedule, len(memory)):
-        may_run_early = can_run_early(schedule)
-        compile_trial = partial(compiled, schedule)
-        try:
-            fitted = fit(plain.module.vjps, tradeoffs, memory, compile_trial, may_run_early, hosts)
-        except MemoryLimitError as error:
-            errors.append(error)
-            continue
-        chosen = traced(fitted.limits)
-        schedule = with_early_weights(schedule, fitted.early)
-        schedule = with_recomputation(schedule, plain.module, tradeoffs, fitted.limits)
-        return FittedTrace(
-            chosen,
-            schedule,
-            Fusing(chosen.bodies),
-            "\n".join(filter(None, (fitted.report, report))),
-            dict(fitted.limits),
-            _offload(fitted.amounts, hosts, len(memory)),
-        )
-    last = errors[-1]
-    raise TraceError(last.reason, loc=loc, remedy=last.remedy)
+    choice = ScheduleChoice(plain.module, tradeoffs, memory, hosts, compiled)
+    try:
+        schedule, fitted = choice.best(narrower(options.schedule, len(memory)))
+    except MemoryLimitError as error:
+        raise TraceError(error.reason, loc=loc, remedy=error.remedy) from None
+    chosen = traced(fitted.limits)
+    schedule = with_whole_backwards(schedule, fitted.whole)
+    schedule = with_recomputation(schedule, plain.module, tradeoffs, fitted.limits)
+    return FittedTrace(
+        chosen,
+        schedule,
+        Fusing(chosen.bodies),
+        "\n".join(filter(None, (fitted.report, report))),
+        dict(fitted.limits),
+        _offload(fitted.amounts, hosts, len(memory)),
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Chooses a schedule together with what its forwards save.
+
+    Attributes:
+        module: traced without limits.
+        tradeoffs: the choices of its derivatives.
+        memory: the limit of each rank, in bytes.
+        hosts: the memory that tensors may move to.
+        compiled: compiles the step with a schedule, and as `fit` has it.
+    """
+
+    module: Module
+    tradeoffs: Mapping[str, Tradeoff]
+    memory: Sequence[int]
+    hosts: HostMemory
+    compiled: Callable[..., Module]
+
+    def best(self, schedules: Sequence[Schedule | None]) -> tuple[Schedule | None, Fit]:
+        """The schedule that is fastest on paper within the memory.
+
+        The first one is taken if it needs no limit. No schedule becomes faster by a limit, so those
+        are left out whose time without one is not below that of the best.
+
+        Args:
+            schedules: such as hold less and less.
+
+        Raises:
+            MemoryLimitError: none keeps to the memory; of the last one.
+            IRError, ValueError: as compiling the first one does.
+        """
+        fits: list[tuple[float, int, Fit]] = []
+        errors: dict[int, MemoryLimitError] = {}
+        for least, index in self._by_time(schedules):
+            if fits and least >= min(fits)[0]:
+                break
+            schedule = schedules[index]
+            try:
+                fitted = self._fit(schedule)
+            except MemoryLimitError as error:
+                errors[index] = error
+                continue
+            if fitted.is_plain or len(schedules) == 1:
+                return schedule, fitted
+            fits.append((self._time(schedule, fitted), index, fitted))
+        if not fits:
+            raise errors[max(errors)]
+        _, index, fitted = min(fits, key=lambda each: each[:2])
+        return schedules[index], fitted
+
+    def _by_time(self, schedules: Sequence[Schedule | None]) -> Iterator[tuple[float, int]]:
+        """The time of each without a limit, and its number: the first one, then the fastest."""
+        yield 0.0, 0
+        times = []
+        for index, schedule in enumerate(schedules[1:], 1):
+            with suppress(IRError, ValueError):  # no order is within the bound of the search
+                times.append((self._time(schedule, NO_LIMIT), index))
+        yield from sorted(times)
+
+    def _fit(self, schedule: Schedule | None) -> Fit:
+        compiled = partial(self.compiled, schedule)
+        may = may_be_whole(schedule)
+        return fit(self.module.vjps, self.tradeoffs, self.memory, compiled, may, self.hosts)
+
+    def _time(self, schedule: Schedule | None, fitted: Fit) -> float:
+        """The time of a step on paper, in milliseconds."""
+        module = self.compiled(schedule, fitted.limits, fitted.whole, fitted.amounts)
+        limits, costs = fitted.limits, self.hosts.costs
+        return choice_time(module, self.module.vjps, self.tradeoffs, limits, costs)
 
 
 def with_recomputation(

@@ -119,20 +119,24 @@ def with_host_link(schedule: Schedule | None, link: Link | None) -> Schedule | N
 
 
 def narrower(schedule: Schedule | None, ranks: int) -> list[Schedule | None]:
-    """The schedule, and for a search without a bound on activations also such with less and less.
+    """The schedule, and for a search also such that hold less and less.
+
+    Without a bound on activations there are some with bounds. Then the same come without W, as
+    nothing computes again what B leaves to it.
 
     Args:
         schedule: as `default_pipeline` takes it.
         ranks: the number of ranks.
     """
     options = search_options(schedule)
-    if schedule is None or not options or options["max_activations"] is not None:
+    if schedule is None or not options:
         return [schedule]
-    fewer = (share for share in (ranks / 2, ranks / 4, 1.0) if share >= 1)
-    return [
-        schedule,
-        *(with_options(schedule, max_activations=most) for most in dict.fromkeys(fewer)),
-    ]
+    searches = [schedule]
+    if options["max_activations"] is None:
+        fewer = (share for share in (ranks / 2, ranks / 4, 1.0) if share >= 1)
+        searches += [with_options(schedule, max_activations=m) for m in dict.fromkeys(fewer)]
+    without = [replace(with_options(each, splits=False), splits=False) for each in searches]
+    return [*searches, *(without if schedule.splits else ())]
 
 
 def wants_memory(schedule: Schedule | None) -> bool:
@@ -420,7 +424,6 @@ def _select_schedule(
 
     def makespan(candidate: Schedule) -> float:
         compiled, _ = run_on_copy(pipeline_of(candidate), module)
-        # Times are sums of the same numbers in other orders: equal ones may differ a little.
-        return round(simulate_programs(compiled, costs).makespan, 9)
+        return simulate_programs(compiled, costs).comparable_makespan
 
     return min(choices, key=makespan)

@@ -56,9 +56,11 @@ class Differentiate(Pass):
 
     Attributes:
         split_backward: whether the schedule has tasks W.
+        whole: the ranks whose backwards stay whole all the same, with `+` between them.
     """
 
     split_backward: bool = False
+    whole: str = ""
 
     name: ClassVar[str] = "differentiate"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
@@ -66,7 +68,8 @@ class Differentiate(Pass):
     def run(self, module: Module) -> bool:
         program = module.program
         changed = bool(module.vjps)
-        tape = _ProgramTape(module, program, self.split_backward)
+        whole = frozenset(map(int, self.whole.split("+"))) if self.whole else frozenset()
+        tape = _ProgramTape(module, program, self.split_backward, whole)
         ops: list[Op] = []
         for op in program.ops:
             if isinstance(op, Backward):
@@ -91,10 +94,12 @@ def _forget(module: Module) -> bool:
 class _ProgramTape:
     """The ops so far through which gradients can flow, like the tape of autograd."""
 
-    def __init__(self, module: Module, program: Program, split: bool) -> None:
+    def __init__(
+        self, module: Module, program: Program, split: bool, whole: frozenset[int]
+    ) -> None:
         self._module = module
         self._program = program
-        self._split = split
+        self._split, self._whole = split, whole
         self._names = Names.of(program)
         self._makers: dict[Value, int] = {}
         self._ops: list[Op] = []
@@ -181,7 +186,7 @@ class _ProgramTape:
         operands = saved + incoming
         primals = [op.operands[i] for i in vjp.grad_inputs]
         name, task = vjp.backward, op.task and op.task.beside(Action.BACKWARD)
-        deferred = vjp.weight if self._split and op.task is not None else None
+        deferred = vjp.weight if self._splits(op) else None
         left: tuple[Value, ...] = ()
         results: tuple[Value, ...] = ()
         if deferred is not None:
@@ -198,6 +203,12 @@ class _ProgramTape:
             )
             cotangents.ops.append(self._derived(op, deferred, inputs, task, []))
         return list(zip(primals, results, strict=True))
+
+    def _splits(self, op: Call) -> bool:
+        """True if the backward of a call has tasks B and W."""
+        if not self._split or op.task is None:
+            return False
+        return op.place is None or self._whole.isdisjoint(op.place.ranks)
 
     def _derived(
         self,

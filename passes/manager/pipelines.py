@@ -88,7 +88,7 @@ def default_pipeline(
         # the results of only some are used.
         DeadCodeElimination(),
         # Comes before transfers are inserted, as cotangents travel, too.
-        Differentiate(schedule.splits),
+        Differentiate(schedule.splits, "+".join(map(str, sorted(schedule.whole)))),
         # Gradients are those of whole functions; from here on their transfers are ops of the step.
         Inline(),
         # Calls of functions are calls of their parts now, some of which read the same each time.

@@ -19,7 +19,7 @@ def choice_time(
     limits: Mapping[str, int],
     costs: Costs,
 ) -> float:
-    """The makespan of a scheduled module, in milliseconds.
+    """The makespan of a scheduled module, in milliseconds, to nine digits.
 
     Args:
         module: compiled with the limits.
@@ -32,7 +32,8 @@ def choice_time(
     for name, tradeoff in tradeoffs.items():
         share = tradeoff.share_within(limits.get(name, tradeoff.most))
         functions.update(section_times(vjps[name], tradeoff.work, share, costs))
-    return simulate_programs(module, replace(costs, functions=functions, tf=0, tb=0, tw=0)).makespan
+    costs = replace(costs, functions=functions, tf=0, tb=0, tw=0)
+    return simulate_programs(module, costs).comparable_makespan
 
 
 def work_time(vjp: Vjp, tradeoff: Tradeoff, costs: Costs) -> Fraction:

@@ -22,7 +22,7 @@ Amounts = Mapping[int, int]
 """How much moves to hosts, by rank, as in `Offload`; 0 where a rank is missing."""
 
 Compiled = Callable[[Limits, frozenset[int], Amounts], Module]
-"""Compiles a step with limits, with W right behind its B on some ranks, and with moves to hosts."""
+"""Compiles a step with limits, with whole backwards on some ranks, and with moves to hosts."""
 
 SHARES = tuple(Fraction(quarter, 4) for quarter in range(5))
 """The choices that all forwards share, as shares of the way to save the least."""
@@ -51,14 +51,23 @@ class Fit:
     Attributes:
         limits: the limits; empty if the programs keep to them anyway.
         amounts: how much moves to hosts.
-        early: the ranks on which W follows its B.
+        whole: the ranks whose backwards are not split.
         report: for users: a line for each rank and forward.
     """
 
     limits: Limits
     amounts: Amounts
-    early: frozenset[int]
+    whole: frozenset[int]
     report: str
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all is saved where it is computed."""
+        return not (self.limits or self.whole or any(self.amounts.values()))
+
+
+NO_LIMIT = Fit({}, {}, frozenset(), "")
+"""What a step is compiled with that may hold all that it saves."""
 
 
 def fit(
@@ -66,7 +75,7 @@ def fit(
     tradeoffs: Mapping[str, Tradeoff],
     memory: Sequence[int],
     compiled: Compiled,
-    may_run_early: bool,
+    may_be_whole: bool,
     hosts: HostMemory = NO_HOSTS,
 ) -> Fit:
     """Choose limits with as little work as keeps each rank to its memory.
@@ -81,15 +90,15 @@ def fit(
     again, and with the best that only moves; with several groups of ranks also with those that all
     forwards share. The fastest wins, and of equals the one that moves the least.
 
-    Nothing computes again the cotangents that B leaves to W. So ranks that nothing else helps run
-    each W behind its B, and search anew.
+    Nothing computes again what B leaves to W. So the backwards of ranks that nothing else helps
+    stay whole, and all search anew.
 
     Args:
         vjps: the derivatives of the traced module.
         tradeoffs: the choices of each derivative that has any.
         memory: the limit of each rank, in bytes.
         compiled: compiles the step.
-        may_run_early: whether ranks may run W behind its B.
+        may_be_whole: whether backwards that are split may be whole on some ranks.
         hosts: the memory of hosts, where tensors may rest.
 
     Raises:
@@ -98,7 +107,7 @@ def fit(
     trials = _Trials(compiled)
     plans = trials.plans(_MemoryChoice({}, {}))
     if all(plan.peak <= limit for plan, limit in zip(plans, memory, strict=True)):
-        return Fit({}, {}, trials.early, _report(plans, memory, {}, tradeoffs, []))
+        return Fit({}, {}, trials.whole, _report(plans, memory, {}, tradeoffs, []))
     while True:
         groups = saving_levels(trials.plain(), vjps, tradeoffs, hosts)
         joint = _search(groups, memory, trials)
@@ -115,13 +124,13 @@ def fit(
             times = partial(_time, vjps, tradeoffs, hosts.costs, trials)
             best = min(fitting, key=times) if len(fitting) > 1 else fitting[0]
             plans = trials.plans(best)
-            report = _report(plans, memory, best.limits, tradeoffs, groups, trials.early)
-            return Fit(best.limits, best.amounts, trials.early, report)
+            report = _report(plans, memory, best.limits, tradeoffs, groups, trials.whole)
+            return Fit(best.limits, best.amounts, trials.whole, report)
         plans = trials.plans(joint)
         over = _over(plans, memory)
-        if not may_run_early or over <= trials.early:
+        if not may_be_whole or over <= trials.whole:
             raise _error(plans, memory, trials)
-        trials.early |= over
+        trials.whole |= over
 
 
 @dataclass(frozen=True)
@@ -146,31 +155,31 @@ class _Trials:
     """The memory of compiled trials.
 
     Attributes:
-        early: the ranks that run W behind its B.
+        whole: the ranks whose backwards are not split.
     """
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._plain: dict[frozenset[int], Module] = {}
         self._plans: dict[tuple[object, ...], list[MemoryPlan]] = {}
-        self.early: frozenset[int] = frozenset()
+        self.whole: frozenset[int] = frozenset()
 
     def plain(self) -> Module:
         """The module without limits."""
-        if self.early not in self._plain:
-            self._plain[self.early] = self._compiled({}, self.early, {})
-        return self._plain[self.early]
+        if self.whole not in self._plain:
+            self._plain[self.whole] = self._compiled({}, self.whole, {})
+        return self._plain[self.whole]
 
     def module(self, choice: _MemoryChoice) -> Module:
         """The module of a trial."""
         if not choice.limits and not choice.moves:
             return self.plain()
-        return self._compiled(choice.limits, self.early, choice.amounts)
+        return self._compiled(choice.limits, self.whole, choice.amounts)
 
     def plans(self, choice: _MemoryChoice) -> list[MemoryPlan]:
         """The memory of each rank."""
         amounts = (item for item in choice.amounts.items() if item[1])
-        key = (self.early, *sorted(choice.limits.items()), *sorted(amounts))
+        key = (self.whole, *sorted(choice.limits.items()), *sorted(amounts))
         if key not in self._plans:
             module = self.module(choice)
             self._plans[key] = [memory_plan(module, rank) for rank in range(module.world)]
@@ -210,7 +219,7 @@ def _time(
     """The time of a choice on paper, in milliseconds, and the bytes that move."""
     moved = sum(plan.moved for plan in trials.plans(choice))
     module = trials.module(choice)
-    return round(choice_time(module, vjps, tradeoffs, choice.limits, costs), 9), moved
+    return choice_time(module, vjps, tradeoffs, choice.limits, costs), moved
 
 
 def _search(
@@ -298,7 +307,7 @@ def _report(
     limits: Limits,
     tradeoffs: Mapping[str, Tradeoff],
     groups: Sequence[SavingLevels],
-    early: Collection[int] = (),
+    whole: Collection[int] = (),
 ) -> str:
     lines = []
     for rank, (plan, limit) in enumerate(zip(plans, memory, strict=True)):
@@ -308,8 +317,8 @@ def _report(
                 f"  moves {plan.moved:,} bytes to its host and back, through {plan.host:,} bytes "
                 "of pinned memory"
             )
-        if rank in early:
-            lines.append("  each W follows its B, as what B leaves to W cannot be computed again")
+        if rank in whole:
+            lines.append("  backwards stay whole, as what B leaves to W cannot be computed again")
         for group in groups:
             for name in sorted(group.limits[-1]) if rank in group.ranks else ():
                 tradeoff = tradeoffs[name]

@@ -48,6 +48,14 @@ class ProgramTimes:
     spans: tuple[TimeSpan, ...]
 
     @property
+    def comparable_makespan(self) -> float:
+        """The makespan to nine digits, which programs of equal times have in common.
+
+        It is a sum of the same numbers in other orders, so equal ones may differ a little.
+        """
+        return float(f"{self.makespan:.9g}")
+
+    @property
     def makespan(self) -> float:
         """The longest time from a rank's first start to its last end, in milliseconds."""
         return max(rank.span for rank in self.ranks)

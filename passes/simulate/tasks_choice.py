@@ -25,8 +25,7 @@ def choose_tasks(
     Raises:
         ValueError: the costs are for fewer stages.
     """
-    # Times are sums of the same numbers in other orders: equal ones may differ a little.
-    times = [round(simulate_programs(module, costs).makespan, 9) for module in (one, two)]
+    times = [simulate_programs(module, costs).comparable_makespan for module in (one, two)]
     number = 2 if times[1] < times[0] else 1
     why = "as fast" if times[0] == times[1] else "faster"
     if number == 2 and not _keeps_to(limits, two):

@@ -142,6 +142,17 @@ def test_programs_keep_to_the_memory_with_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_backwards_stay_whole_where_what_they_leave_to_w_does_not_fit() -> None:
+    with use_world(VirtualWorld(2)):
+        pipe = Pipe("zb-h1", 2, 4, layers=2)
+        plain = pipe.compile()
+        expected = pipe.run(plain)
+        compiled = pipe.compile(int(0.4 * max(peaks(plain))))
+        found = pipe.run(compiled)
+    assert "backwards stay whole" in compiled.memory_report
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def saved_of(report: str) -> list[int]:
     return [
         int(line.split("saves ")[1].split()[0].replace(",", ""))

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cg.ir.attributes import Action
+from cg.ir.ops import Call
 from cg.ir.ops.clone import clone
 from cg.ir.ops.module import Module
 from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from cg.ir.types import DType, TensorType
+from cg.launch.api.fit_trace import ScheduleChoice
+from cg.launch.api.select_schedule import narrower
 from cg.passes import schedules
 from cg.passes.manager.manager import run_on_copy
 from cg.passes.manager.pipelines import default_pipeline
 from cg.passes.memory.choice_times import choice_time
-from cg.passes.memory.early_weights import with_early_weights
-from cg.passes.memory.fit import MemoryLimitError, fit
+from cg.passes.memory.fit import Fit, MemoryLimitError, fit
 from cg.passes.memory.offload import ALL, HIDDEN, Offload
 from cg.passes.memory.saving_levels import HostMemory, saving_levels
+from cg.passes.memory.whole_backwards import with_whole_backwards
 from cg.passes.placement.fabrics import Fabrics
-from cg.passes.schedules import Pipeline, validate
+from cg.passes.schedules import Schedule
 from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import simulate_programs
 
 from ..sampling import examples, scale
+
+pytestmark = pytest.mark.timeout(1800)
 
 Make = Callable[..., Module]
 
@@ -72,7 +81,7 @@ class Pipe:
     def compiled(
         self,
         limits: Mapping[str, int],
-        early: frozenset[int] = frozenset(),
+        whole: frozenset[int] = frozenset(),
         amounts: Mapping[int, int] = MappingProxyType({}),
     ) -> Module:
         module = clone(self.module)
@@ -87,7 +96,7 @@ class Pipe:
                 inputs = (saved, backward.inputs[1])
                 function = module.functions[str(section)]
                 module.functions[function.name] = replace(function, inputs=inputs)
-        schedule, ranks = with_early_weights(self.schedule, early), range(module.world)
+        schedule, ranks = with_whole_backwards(self.schedule, whole), range(module.world)
         if self.link is None:
             assert not any(amounts.values()), "no rank has a device"
             return run_on_copy(default_pipeline(schedule), module)[0]
@@ -141,7 +150,7 @@ def test_no_choice_that_stages_share_is_faster(
     memory = int(least + share * (most - least))
     ranks = [memory] * pipe.module.world
     chosen = fit(pipe.module.vjps, pipe.tradeoffs, ranks, pipe.compiled, False)
-    module = pipe.compiled(chosen.limits, chosen.early)
+    module = pipe.compiled(chosen.limits, chosen.whole)
     assert max(pipe.peaks(module)) <= memory
     best = min(time for peak, time in uniform if peak <= memory)
     assert pipe.time(module, chosen.limits) <= best * (1 + 1e-9)
@@ -259,16 +268,49 @@ def test_what_cannot_fit_is_refused(pipeline_module: Make) -> None:
         fit(pipe.module.vjps, pipe.tradeoffs, [100] * pipe.module.world, pipe.compiled, False)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
-def test_weights_may_follow_right_behind(name: str) -> None:
-    pipeline = Pipeline((0, 1, 2), 5)
-    schedule = schedules.by_name(name)
-    early = with_early_weights(schedule, {1})
-    assert early is not None
-    order, plain = early(pipeline), schedule(pipeline)
-    validate(pipeline, order, name)
-    assert list(order[0]) == list(plain[0])
-    text = [str(task) for task in order[1]]
-    assert sorted(text) == sorted(map(str, plain[1]))
-    behind: Sequence[str] = [text[text.index(f"1B{mb}") + 1] for mb in range(5)]
-    assert behind == [f"1W{mb}" for mb in range(5)]
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
+def test_backwards_may_stay_whole_on_some_ranks(name: str, pipeline_module: Make) -> None:
+    homes = [0, 1, 1, 0] if name == "zb-v" else [0, 1]
+    schedule = with_whole_backwards(schedules.by_name(name), {1})
+    module = run_on_copy(default_pipeline(schedule), pipeline_module(2, 4, homes))[0]
+    for program in module.programs:
+        tasks = {op.task for op in program.ops if isinstance(op, Call) and op.task is not None}
+        numbers = Counter(task.action for task in tasks)
+        stages = homes.count(program.rank)
+        if program.rank == 1:
+            assert (numbers[Action.BACKWARD], numbers[Action.WEIGHT]) == (4 * stages, 0)
+        else:
+            assert numbers[Action.WEIGHT] == 4 * stages
+
+
+@examples(24)
+@given(seed=st.integers(0, 10**9), share=st.floats(0.2, 0.95))
+def test_no_search_that_is_tried_is_faster(seed: int, share: float, pipeline_module: Make) -> None:
+    pipe = draw_pipe(seed, pipeline_module)
+    searches = narrower(schedules.auto(), pipe.module.world)
+    least = {name: tradeoff.least for name, tradeoff in pipe.tradeoffs.items()}
+    most, little = (max(pipe.peaks(pipe.compiled(limits))) for limits in ({}, least))
+    memory = [int(little + share * (most - little))] * pipe.module.world
+
+    def compiled(schedule: Schedule, *choice: Any) -> Module:
+        return replace(pipe, schedule=schedule).compiled(*choice)
+
+    def time(schedule: Schedule, fitted: Fit) -> float:
+        return replace(pipe, schedule=schedule).chosen_time(fitted.limits, fitted.amounts)
+
+    hosts = HostMemory(costs=pipe.costs)
+    choice = ScheduleChoice(pipe.module, pipe.tradeoffs, memory, hosts, compiled)
+    times = []
+    for schedule in searches:
+        with suppress(MemoryLimitError):
+            _, fitted = choice.best([schedule])
+            times.append(time(schedule, fitted))
+    if not times:
+        with pytest.raises(MemoryLimitError):
+            choice.best(searches)
+        return
+    schedule, fitted = choice.best(searches)
+    assert schedule is not None
+    module = compiled(schedule, fitted.limits, fitted.whole, fitted.amounts)
+    assert all(peak <= limit for peak, limit in zip(pipe.peaks(module), memory, strict=True))
+    assert time(schedule, fitted) <= min(times) * (1 + 1e-9)

@@ -80,12 +80,15 @@ class Schedule:
         options: the keyword arguments of the rule.
         splits: whether its orders may have tasks W. A step is then compiled with backwards in two
             halves; if an order has no W after all, each W follows its B.
+        whole: the ranks whose backwards are compiled as one all the same. Nothing is left for their
+            tasks W.
     """
 
     name: str
     order: Callable[..., Order] = field(repr=False)
     options: tuple[tuple[str, Any], ...] = ()
     splits: bool = False
+    whole: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         return self.name
