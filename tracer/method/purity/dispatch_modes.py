@@ -37,6 +37,7 @@ from .function_log import FunctionLog
 from .op_log import OpLog
 from .randomness import count_draw
 from .repeated_draws import Draws
+from .strided import REMEDY, WITH_OFFSET, OffsetError, from_first_element
 from .watch import UsesGradients
 
 BUFFER_REMEDY = (
@@ -112,6 +113,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func, args, kwargs = self.constants.static_form(*static_form(func, args, kwargs))
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if func in WITH_OFFSET:
+            func, args, kwargs = self._from_first_element(func, args, kwargs)
         written = list(written_values(func, args, kwargs))
         if not self.backward:
             self.functions.note_operator()
@@ -138,6 +141,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes_in_secret(func, args, kwargs):
             self.secret.append(result[0])
         return result
+
+    def _from_first_element(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        key = storage_key(args[0])
+        name = self.inputs.get(key, "a tensor of the actor" if key in self.state else None)
+        try:
+            return from_first_element(func, args, kwargs, name, self._note)
+        except OffsetError as error:
+            raise self._error(str(error), REMEDY) from None
 
     def _refuse_generators(self, func: object, args: Any, kwargs: Any) -> None:
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
@@ -251,8 +262,11 @@ class FunctionGuard(TorchFunctionMode):
     ) -> Any:
         if func in _GRADIENT_WORK:
             raise UsesGradients(f"it uses {_GRADIENT_WORK[func]}")
-        if func == _T.data_ptr and is_torch_file(sys._getframe(1).f_code.co_filename):
-            return 0  # torch's own modules ask whether weights lie side by side
+        if func in (_T.data_ptr, _T.storage_offset) and is_torch_file(
+            sys._getframe(1).f_code.co_filename
+        ):
+            # Torch's own modules ask whether weights lie side by side.
+            return 0 if func == _T.data_ptr else self.run(func, args, kwargs or {})
         rows = self._rows.answer(func, args, kwargs or {}, self.run)
         if rows is not UNHANDLED:
             return rows
@@ -328,6 +342,10 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     _T.__repr__: _SHOWS,
     _T.__format__: _SHOWS,
     _T.data_ptr: _ADDRESS,
+    _T.storage_offset: (
+        "it asks where in its memory a tensor begins, which may be elsewhere when the step runs",
+        "leave it out: as_strided without an offset begins with the tensor's first element",
+    ),
     _DATA.__set__: (
         "it sets Tensor.data",
         "copy into the tensor under torch.no_grad() (p.copy_(...)), or mark the method with "
