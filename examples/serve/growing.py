@@ -57,6 +57,7 @@ class GrowingEngine(ABC, Generic[Size]):
             the size that would have served it.
         flying: executions in flight, and some that have ended.
         in_flight: executions of a graph at a time.
+        longest_slice: the most seconds that requests have waited for `improve`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GrowingEngine(ABC, Generic[Size]):
         self.asked: defaultdict[Size, float] = defaultdict(float)
         self.flying: deque[cg.Future] = deque()
         self.in_flight = in_flight
+        self.longest_slice = 0.0
         self._later, self._warm_ups = list(later), warm_ups
         self._serving: dict[Size, Size | None] = {}
         self._cold: set[Size] = set()  # that are begun, and not to be used yet
@@ -142,8 +144,10 @@ class GrowingEngine(ABC, Generic[Size]):
                 self._say_number()
             if is_complete or monotonic() - began > SLICE:
                 break
-        self.rest(monotonic() - began)
-        self._spent += monotonic() - began
+        seconds = monotonic() - began
+        self.rest(seconds)
+        self.longest_slice = max(self.longest_slice, seconds)
+        self._spent += seconds
         if is_complete:
             self._price, self._spent = self._spent, 0.0
         return is_complete

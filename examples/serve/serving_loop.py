@@ -33,7 +33,9 @@ BACKLOG = 4096
 BEAT = 1.0
 """Seconds between counts that are sent while there is work."""
 QUIET = 1.0
-"""Seconds without work after which an engine counts as idle: a client may ask again at once."""
+"""Seconds without work after which an engine counts as idle, at least: a client may ask again."""
+GLANCE = 0.02
+"""Seconds for requests to come out of the socket before an idle engine is improved further."""
 PATIENCE = 300.0
 """Seconds after which an execution that has not ended is taken for a hang; the process ends."""
 
@@ -49,6 +51,7 @@ class Growing(Protocol):
     """An engine, as a loop needs it."""
 
     limits: Limits
+    longest_slice: float
 
     def due(self, idle: bool) -> bool: ...
     def improve(self) -> bool: ...
@@ -239,8 +242,8 @@ class Loop(ABC, Generic[Ticket]):
                 self._settle()
         except Exception as error:
             self._fault = error
-        # Requests that have come meanwhile are still in the socket, so this is no quiet moment.
-        self._quiet_at = monotonic() + QUIET
+        # Requests that have come meanwhile are still in the socket.
+        self._quiet_at = max(self._quiet_at, monotonic() + GLANCE)
         self._wake.set()
 
     def _settle(self) -> None:
@@ -248,9 +251,12 @@ class Loop(ABC, Generic[Ticket]):
             settle()
 
     def _is_quiet(self) -> bool:
-        """True if there has been no work for a while; if there is none, looks again after it."""
+        """True if there has been no work for a while; if there is none, looks again after it.
+
+        It is as long as a request that comes then may wait, for the same reason as in `due`.
+        """
         if not self.is_idle:
-            self._quiet_at = monotonic() + QUIET
+            self._quiet_at = monotonic() + max(QUIET, self._engine.longest_slice)
             return False
         left = self._quiet_at - monotonic()
         if left > 0:

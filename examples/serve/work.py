@@ -151,7 +151,14 @@ class Result(Protocol):
 
 
 class Engine(Protocol):
+    """Serves work.
+
+    Attributes:
+        longest_slice: the most seconds that `improve` has taken.
+    """
+
     limits: Limits
+    longest_slice: float
 
     def submit(self, work: Decode | Prefill) -> Result: ...
     def due(self, idle: bool) -> bool:

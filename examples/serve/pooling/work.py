@@ -53,9 +53,11 @@ class PoolingEngine(Protocol):
     Attributes:
         rows, tokens: sizes of batches that are compiled, ascending.
         budget: tokens of a batch at most, with padding; a text may have more alone.
+        longest_slice: the most seconds that `improve` has taken.
     """
 
     limits: Limits
+    longest_slice: float
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     budget: int

@@ -149,6 +149,7 @@ class FakeEngine:
         self.is_closed = self._garbles = False
         self.works = 0
         self.to_improve = self.urgent = 0
+        self.longest_slice = 0.0
         self.before: Callable[[], None] = lambda: None
         self.is_ready = True
         self.ready: Callable[[], None] = lambda: None

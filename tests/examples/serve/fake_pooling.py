@@ -67,7 +67,7 @@ class FakePoolingEngine:
         delay: seconds of a batch; None: only `run_one` runs any.
     """
 
-    rows, tokens, budget = (1, 2, 4, 8), (16, 32, 64), 128
+    rows, tokens, budget, longest_slice = (1, 2, 4, 8), (16, 32, 64), 128, 0.0
 
     def __init__(self, limits: Limits = POOLS, delay: float | None = None) -> None:
         self.limits, self.delay = limits, delay

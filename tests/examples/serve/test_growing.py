@@ -135,6 +135,7 @@ def test_a_busy_engine_makes_what_has_cost_as_much(monkeypatch: pytest.MonkeyPat
     engine.graphs.advance = advance  # type: ignore[method-assign]
     monkeypatch.setattr(Graph, "execute", execute)
     assert engine.improve()
+    assert engine.longest_slice == 9.0
     clock[0] += 1000.0
     waits = []
     for _ in range(10):

@@ -298,6 +298,28 @@ def test_an_idle_engine_is_improved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run(tmp_path, story)
 
 
+def test_an_engine_is_idle_after_as_long_as_its_longest_slice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So requests wait for slices no longer than they leave the engine alone."""
+    monkeypatch.setattr(loops, "QUIET", 0.0)
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        engine = loop.engine
+        assert isinstance(engine, FakeEngine)
+        engine.longest_slice, engine.to_improve = 1e9, 1
+        front.add(Request(1, (1,), 3))
+        await front.until(lambda: len(front.ends) == 1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine.to_improve == 1
+        engine.longest_slice = 0.0
+        front.add(Request(2, (2,), 3))
+        await front.until(lambda: not engine.to_improve)
+
+    run(tmp_path, story)
+
+
 def test_requests_that_come_meanwhile_go_ahead_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
