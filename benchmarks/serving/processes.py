@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,8 @@ READY = 600.0
 """Seconds for servers to be ready."""
 ASKING = 2.0
 """Seconds for a server to answer, which it cannot while its front's process compiles."""
+PATIENCE = 900.0
+"""Seconds for a server of any kind to answer, and to be idle."""
 LEAVING = 60.0
 """Seconds for a server to end after SIGTERM."""
 PR_SET_PDEATHSIG = 1
@@ -142,6 +146,36 @@ def _started(wanted: Wanted) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
             message = f"the server has not ended within {LEAVING:g} s of SIGTERM, and was killed"
             raise RuntimeError(message) from None
+
+
+@contextlib.contextmanager
+def served(words: str, log: Path | None = None) -> Iterator[Running]:
+    """A server of any kind, once it answers at `/health`; ended afterwards.
+
+    Args:
+        words: its command, which says `--port`.
+        log: a file for what it writes.
+
+    Raises:
+        RuntimeError: it has ended before, or does not answer for `PATIENCE`.
+    """
+    command = shlex.split(words)
+    if command[0] == "python":
+        command[0] = sys.executable
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    with log.open("w+") if log else tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        began = time.monotonic()
+        try:
+            while get(f"{url}/health") is None:
+                if process.poll() is not None or time.monotonic() > began + PATIENCE:
+                    file.seek(0)
+                    raise RuntimeError(f"{words} does not answer:\n{file.read()[-3000:]}")
+                time.sleep(0.2)
+            yield Running(url, process.pid, time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(LEAVING)
 
 
 def _address(log: Path) -> str | None:

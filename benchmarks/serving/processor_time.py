@@ -22,20 +22,17 @@ import contextlib
 import functools
 import itertools
 import json
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from load import Arrival, Body, body_of, make_trace, run
-from processes import ROOT, Running, get
+from processes import PATIENCE, ROOT, Running, served
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -43,37 +40,8 @@ from provenance import provenance
 
 Rates = dict[str, dict[int, list[float]]]
 """Of each server and number of clients, by turn."""
-ENDPOINT = "/health"
 IDLE = 0.02
 """Seconds of processor time a second below which a server does nothing."""
-PATIENCE = 900.0
-"""Seconds for a server to be ready, and to be idle."""
-
-
-@contextlib.contextmanager
-def served(words: str) -> Iterator[Running]:
-    """A server, once it answers; ended afterwards.
-
-    Raises:
-        RuntimeError: it has ended before, or does not answer for `PATIENCE`.
-    """
-    command = shlex.split(words)
-    if command[0] == "python":
-        command[0] = sys.executable
-    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        began = time.monotonic()
-        try:
-            while get(url + ENDPOINT) is None:
-                if process.poll() is not None or time.monotonic() > began + PATIENCE:
-                    log.seek(0)
-                    raise RuntimeError(f"{words} does not answer:\n{log.read()[-3000:]}")
-                time.sleep(0.2)
-            yield Running(url, process.pid, time.monotonic() - began)
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def await_idle(server: Running) -> None:
