@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from cg.tracer.method.call_fakes import _plain_fake
 from cg.tracer.method.stored.plain_fakes import PlainFakes
 
 
@@ -46,3 +48,22 @@ def test_no_fake_gives_its_memory() -> None:
         fake = fakes.of(torch.empty(2, device="meta"), torch.device("cpu"))
         with pytest.raises(RuntimeError, match="data pointer"):
             fake.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "frozen", "tensor", "buffer", "transient"])
+def test_the_fake_of_a_state_is_that_of_torch(kind: str) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
+    makers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "parameter": torch.nn.Parameter,
+        "frozen": lambda x: torch.nn.Parameter(x, requires_grad=False),
+        "tensor": lambda x: x,
+        "buffer": torch.nn.Buffer,
+        "transient": lambda x: torch.nn.Buffer(x, persistent=False),
+    }
+    real = makers[kind](torch.ones(2, 3))
+    fake = _plain_fake(real, real.device, PlainFakes(mode))
+    expected = mode.from_tensor(real, static_shapes=True)
+    assert isinstance(fake, torch.nn.Buffer) == isinstance(expected, torch.nn.Buffer)
+    for name in ("_is_param", "_is_buffer", "persistent"):
+        assert vars(fake).get(name) == vars(expected).get(name)
+    assert facts(fake)[:-1] == facts(expected)[:-1]

@@ -390,13 +390,14 @@ def _outline(state: ActorState) -> Hashable | None:
     """
     holders: dict[int, int] = {}
     memory: dict[int | None, int] = {}
+    attached: dict[int, int] = {}
     tensor_outlines: list[Hashable] = []
     for tensor in state.tensors:
         slots = []
         for slot in tensor.slots:
             holder = holders.setdefault(id(slot.holder), len(holders))
             slots.append((holder, type(slot.key), slot.key, slot.within))
-        attributes = _attributes(tensor)
+        attributes = _attributes(tensor, attached)
         if tensor.tensor.layout is not torch.strided or attributes is None:
             return None
         shared = memory.setdefault(storage_key(tensor.tensor), len(memory))
@@ -419,9 +420,23 @@ def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
     )
 
 
-def _attributes(tensor: StateTensor) -> Hashable | None:
-    """The attributes that somebody has set on a tensor; None if they are not plain data."""
-    attached = vars(tensor.tensor)
-    if not all(isinstance(v, (bool, int, float, str, type(None))) for v in attached.values()):
-        return None
-    return tuple((name, static_key(value)) for name, value in attached.items())
+def _attributes(tensor: StateTensor, attached: dict[int, int]) -> Hashable | None:
+    """The attributes that somebody has set on a tensor; None if they cannot be compared.
+
+    Of a tensor that is one, a trace can use nothing but what it is like: operators of a trace take
+    no tensors from elsewhere.
+
+    Args:
+        attached: a number for each tensor that is an attribute; new ones are added.
+    """
+    keys: list[Hashable] = []
+    for name, value in vars(tensor.tensor).items():
+        if isinstance(value, torch.Tensor):
+            number = attached.setdefault(id(value), len(attached))
+            kind = (type(value), value.dtype, str(value.layout), str(value.device))
+            keys.append((name, number, *kind, tuple(value.shape), value.requires_grad))
+        elif isinstance(value, (bool, int, float, str, type(None))):
+            keys.append((name, static_key(value)))
+        else:
+            return None
+    return tuple(keys)

@@ -78,6 +78,7 @@ def _plain_fake(real: torch.Tensor, device: torch.device, fakes: PlainFakes) -> 
     fake = fakes.of(plain, device)
     if isinstance(real, torch.nn.Parameter):
         fake._is_param = True
+    vars(fake).update(vars(real))
     return fake.requires_grad_(real.requires_grad)
 
 
@@ -117,6 +118,10 @@ def _fake_input(
         return fake.requires_grad_(True).clone()
 
 
+_OF_BUFFERS = {"persistent", "_is_buffer"}
+"""What `torch.nn.Buffer` sets on a tensor, and torch on the fake of one."""
+
+
 def is_plain(state: StateTensor) -> bool:
     """True if a tensor is a dense, contiguous leaf that fills its storage, without flags."""
     tensor = state.tensor
@@ -126,7 +131,7 @@ def is_plain(state: StateTensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_leaf
         and not (tensor._is_view() or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and not (tensor.is_quantized or tensor.is_meta or vars(tensor))
+        and not (tensor.is_quantized or tensor.is_meta or vars(tensor).keys() - _OF_BUFFERS)
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
