@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from load import Arrival, make_trace, run, summarize
 from nano import REAL
-from processes import ROOT, Running, served
+from processes import PATIENCE, ROOT, Running, served
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -42,27 +43,36 @@ from provenance import provenance
 
 AT_ONCE = 256
 """Requests of the load `inf`."""
-VOCABULARY = 10_000
-"""Ids of prompts are below it."""
 
 
-def trace_of(load: str, seed: int, seconds: float) -> list[Arrival]:
+def trace_of(load: str, seed: int, seconds: float, vocabulary: int) -> list[Arrival]:
     """The requests of a load; prompts of another seed are others.
 
     Raises:
         ValueError: it is neither `nano` nor a rate.
     """
     if load == "nano":
-        ids = [tuple((i + seed) % REAL.ids for i in prompt) for prompt, _ in REAL.draw()]
+        ids = [tuple((i + seed) % vocabulary for i in prompt) for prompt, _ in REAL.draw()]
         outputs = [output for _, output in REAL.draw()]
         return [Arrival(0.0, *pair) for pair in zip(ids, outputs, strict=True)]
     rate = float(load)
     count = AT_ONCE if math.isinf(rate) else max(1, round(rate * seconds))
-    return make_trace(count, seed, rate, vocabulary=VOCABULARY)
+    return make_trace(count, seed, rate, vocabulary=vocabulary)
 
 
-def warm_up() -> list[Arrival]:
-    return [Arrival(0.0, prompt, output) for prompt, output in REAL.warm_up()]
+def await_answers(server: Running, vocabulary: int) -> float:
+    """Ask for a little until a server answers; the seconds since its start.
+
+    Raises:
+        RuntimeError: it does not for `PATIENCE`.
+    """
+    trace = make_trace(4, 0, lengths="fixed", means=(12, 12), vocabulary=vocabulary)
+    began = time.monotonic()
+    while errors := [row.error for row in run(server.url, trace) if row.error]:
+        if time.monotonic() > began + PATIENCE:
+            raise RuntimeError(f"the server at {server.url} does not answer: {errors[0]}")
+        time.sleep(0.5)
+    return server.ready + time.monotonic() - began
 
 
 def await_line(log: Path, pattern: str, seconds: float) -> bool:
@@ -83,7 +93,8 @@ def line(row: Mapping[str, Any]) -> str:
         if name in ms
     )
     rate = f"{row['output_tokens_per_second']:8.0f} tokens/s"
-    return f"{row['at']:6.1f} s  {row['load']:5} {row['server']:8} {rate}, {times}"
+    failed = f", {row['failed']} failed" if row["failed"] else ""
+    return f"{row['at']:6.1f} s  {row['load']:5} {row['server']:8} {rate}, {times}{failed}"
 
 
 def measured(args: argparse.Namespace, logs: Path, record: dict[str, Any]) -> None:
@@ -97,17 +108,16 @@ def measured(args: argparse.Namespace, logs: Path, record: dict[str, Any]) -> No
 
         with ThreadPoolExecutor(len(servers)) as pool:
             running = dict(zip(servers, pool.map(start, servers), strict=True))
-        record["ready_s"] = {name: server.ready for name, server in running.items()}
+            asked = partial(await_answers, vocabulary=args.vocabulary)
+            record["ready_s"] = dict(zip(running, pool.map(asked, running.values()), strict=True))
         print(f"ready after (s): {record['ready_s']}", flush=True)
         for text in args.until:
             name, pattern = text.split("=", 1)
             came = await_line(logs / f"{name}.log", pattern, args.patience)
             record.setdefault("until", []).append({"line": text, "came": came})
             print(f"{text}: {'came' if came else 'did not come'}", flush=True)
-        for server in running.values():
-            run(server.url, warm_up(), processes=1)
         for turn, load in enumerate(args.loads):
-            trace = trace_of(load, turn, args.seconds)
+            trace = trace_of(load, turn, args.seconds, args.vocabulary)
             for name, server in running.items():
                 at = time.monotonic() - began
                 rows = run(server.url, trace, processes=args.processes)
@@ -133,7 +143,7 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         for load, own in rates.items()
     }
     return {
-        load: {name: rate / list(own.values())[-1] for name, rate in own.items()}
+        load: {name: rate / (list(own.values())[-1] or math.nan) for name, rate in own.items()}
         for load, own in medians.items()
     }
 
@@ -146,6 +156,7 @@ def main() -> None:
     add("--seconds", type=float, default=30.0, help="for which requests of a rate arrive")
     add("--until", action="append", default=[], metavar="NAME=REGEX")
     add("--patience", type=float, default=400.0, help="seconds for such a line")
+    add("--vocabulary", type=int, default=10_000, help="ids of prompts are below it")
     add("--processes", type=int, default=8, help="that send")
     add("--logs", type=Path, help="a folder for the logs of servers")
     add("--json", type=Path)
