@@ -80,7 +80,9 @@ class Compiled(Programs):
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
             if self._launch is None:
-                self._write_behind(self._behind)
+                self._behind = None
+                open_graph = self._open_graph
+                cache_of(world).write_behind(lambda: open_graph.started > 0)
 
     def state_dict(self) -> dict[str, int]:
         """The state that random numbers depend on, to be saved with the state of the actors.

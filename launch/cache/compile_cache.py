@@ -23,6 +23,8 @@ _LOG = logging.getLogger("cg")
 
 PAUSE = 2.0
 """Seconds without a new trace or first run after which texts are written: a start is over then."""
+PAUSES = 30
+"""How long texts wait for graphs that do not run, in pauses."""
 
 Write = Callable[[EntryStore], None]
 """Makes a text and writes it."""
@@ -43,6 +45,7 @@ class CompileCache:
     _writing: threading.Lock = field(default_factory=threading.Lock)
     _writer: threading.Thread | None = None
     _changes: int = 0  # new texts, and first runs
+    _awaited: list[Callable[[], bool]] = field(default_factory=list)
 
     @property
     def is_on(self) -> bool:
@@ -75,24 +78,36 @@ class CompileCache:
             self._pending.append(write)
             self._changes += 1
 
-    def write_behind(self) -> None:
+    def write_behind(self, has_run: Callable[[], bool] | None = None) -> None:
         """Write what is to be kept, in a thread, when for a while nothing was added to it.
 
         A further call counts as an addition, for what is kept may have changed. A process that ends
         before writes it itself.
+
+        Args:
+            has_run: whether a graph has run, where others start it; texts wait for that.
         """
         self._changes += 1
+        if has_run is not None:
+            self._awaited.append(has_run)
         if self._pending and (self._writer is None or not self._writer.is_alive()):
             writer = threading.Thread(target=self._write, name="cg compile cache", daemon=True)
             self._writer = writer
             writer.start()
 
     def _write(self) -> None:
+        pauses = 0
         while self._pending:
             before = self._changes
             time.sleep(PAUSE)
-            if self._changes == before:
+            pauses += 1
+            for has_run in list(self._awaited):
+                if has_run():
+                    self._awaited.remove(has_run)
+                    self._changes += 1
+            if self._changes == before and (not self._awaited or pauses > PAUSES):
                 self.flush()
+                self._awaited.clear()
 
     def flush(self) -> None:
         """Write what is to be kept, now."""

@@ -55,3 +55,18 @@ def test_a_driver_writes_behind_its_first_execution(monkeypatch: pytest.MonkeyPa
         for _ in range(2):
             assert torch.equal(graph.execute(x).result(), x * 2)
             assert len(writes) == 1
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_texts_wait_for_graphs_that_others_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    """For a while, and for the end of the pause in which one has begun to run."""
+    cache, pauses = CompileCache(EntryStore(tmp_path)), list[float]()
+    monkeypatch.setattr(compile_cache, "time", SimpleNamespace(sleep=pauses.append))
+    cache.keep("traces", "key", lambda: str(len(pauses)))
+    cache.write_behind(lambda: runs and len(pauses) == 3)
+    writer = cache._writer
+    assert writer is not None
+    writer.join()
+    assert [*cache.read("traces", "key")] == ["4" if runs else str(compile_cache.PAUSES + 1)]
