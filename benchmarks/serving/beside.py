@@ -8,10 +8,10 @@
 
 A server is named, and started by the words behind its name, which say `--port`. All of them start
 at one time. Each load is sent to the first one, then to the second, and so on. `nano` is
-nano-vllm's: 256 requests at once. A number is a rate of requests a second, for as long as
-`--seconds` says; `inf` sends 256 of these at once. Prompts of rates have 233 tokens on average, and
-answers 218. `--until cg=REGEX` waits first until a line of a server's log matches, or for
-`--patience` seconds.
+nano-vllm's: 256 requests at once, and `whole` the same without streams. A number is a rate of
+requests a second, for as long as `--seconds` says; `inf` sends 256 of these at once. Prompts of
+rates have 233 tokens on average, and answers 218. `--until cg=REGEX` waits first until a line of a
+server's log matches, or for `--patience` seconds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from provenance import provenance
 
+WHOLE = "whole"
+"""The load whose answers come at once."""
 AT_ONCE = 256
 """Requests of the load `inf`."""
 
@@ -49,9 +51,9 @@ def trace_of(load: str, seed: int, seconds: float, vocabulary: int) -> list[Arri
     """The requests of a load; prompts of another seed are others.
 
     Raises:
-        ValueError: it is neither `nano` nor a rate.
+        ValueError: it is neither `nano` nor `whole` nor a rate.
     """
-    if load == "nano":
+    if load in ("nano", WHOLE):
         ids = [tuple((i + seed) % vocabulary for i in prompt) for prompt, _ in REAL.draw()]
         outputs = [output for _, output in REAL.draw()]
         return [Arrival(0.0, *pair) for pair in zip(ids, outputs, strict=True)]
@@ -120,7 +122,8 @@ def measured(args: argparse.Namespace, logs: Path, record: dict[str, Any]) -> No
             trace = trace_of(load, turn, args.seconds, args.vocabulary)
             for name, server in running.items():
                 at = time.monotonic() - began
-                rows = run(server.url, trace, processes=args.processes)
+                streams = load != WHOLE
+                rows = run(server.url, trace, streams=streams, processes=args.processes)
                 summary = {"at": at, "server": name, "load": load, **summarize(rows, trace)}
                 record["rows"].append(summary)
                 print(line(summary), flush=True)
