@@ -109,18 +109,18 @@ class GrowingEngine(ABC, Generic[Size]):
     def due(self, idle: bool) -> bool:
         """True if `improve` is to be called as soon as nothing is in flight.
 
-        While there is work, a variant is begun if padding has taken as long as requests will wait
-        for it, and is made in a `SHARE` of the time: so what they lose is about twice what they
-        would with the better of both choices, known ahead (ski rental; Karlin, Manasse, Rudolph,
-        Sleator, "Competitive Snoopy Caching", 1988). Nothing is due while kernels are made, which
-        is beside the work.
+        While there is work, variants are made if padding has taken as long as requests will wait
+        for one, and in a `SHARE` of the time: so what they lose is about twice what they would with
+        the better of both choices, known ahead (ski rental; Karlin, Manasse, Rudolph, Sleator,
+        "Competitive Snoopy Caching", 1988). One that an idle engine has begun waits as well.
+        Nothing is due while kernels are made, which is beside the work.
         """
         if not self.graphs.is_ready:
             return False
         if idle:
             return bool(self._growing or self.asked or self._later)
         pays = max(self.asked.values(), default=-1.0) >= self._price
-        return bool(self._growing or pays) and monotonic() >= self._rests_until
+        return pays and monotonic() >= self._rests_until
 
     def improve(self) -> bool:
         """Go on with the variant that is begun, or begin the one that would have saved most.

@@ -115,6 +115,21 @@ def test_a_slice_ends_when_kernels_are_begun(monkeypatch: pytest.MonkeyPatch) ->
     assert events[1:] == [("bind", 7), ("run", 7), ("run", 7)]
 
 
+def test_a_busy_engine_leaves_what_an_idle_one_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until work has lost as much as it will wait for the variant."""
+    monkeypatch.setattr(growing, "SLICE", -1.0)
+    events: Events = []
+    engine = Engine(Graphs(events), [7], warm_ups=1, in_flight=1)  # type: ignore[arg-type]
+    assert not engine.improve()
+    engine.rest(0.0)
+    assert not engine.due(idle=False)
+    assert engine.due(idle=True)
+    engine.asked[7] = growing.PRICE
+    assert engine.due(idle=False)
+    assert not engine.improve()
+    assert events == [("trace", 7), ("bind", 7)]
+
+
 def test_a_busy_engine_makes_what_has_cost_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes two seconds, and requests have waited for nine of the latest variant."""
     clock = [0.0]
