@@ -34,6 +34,8 @@ BEAT = 1.0
 """Seconds between counts that are sent while there is work."""
 QUIET = 1.0
 """Seconds without work after which an engine counts as idle, at least: a client may ask again."""
+LONGEST_QUIET = 10.0
+"""Such seconds at most, for a slice may have been long by chance."""
 GLANCE = 0.02
 """Seconds for requests to come out of the socket before an idle engine is improved further."""
 PATIENCE = 300.0
@@ -251,17 +253,21 @@ class Loop(ABC, Generic[Ticket]):
             settle()
 
     def _is_quiet(self) -> bool:
-        """True if there has been no work for a while; if there is none, looks again after it.
-
-        It is as long as a request that comes then may wait, for the same reason as in `due`.
-        """
+        """True if there has been no work for a while; if there is none, looks again after it."""
         if not self.is_idle:
-            self._quiet_at = monotonic() + max(QUIET, self._engine.longest_slice)
+            self._quiet_at = self._quiet_from_now()
             return False
         left = self._quiet_at - monotonic()
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._wake.set)
         return left <= 0
+
+    def _quiet_from_now(self) -> float:
+        """When the engine counts as idle if nothing comes.
+
+        That is as long as a request that comes then may wait, for the same reason as in `due`.
+        """
+        return monotonic() + min(max(QUIET, self._engine.longest_slice), LONGEST_QUIET)
 
     def _collect(self) -> None:
         was_busy = any(self._lanes)
@@ -276,6 +282,7 @@ class Loop(ABC, Generic[Ticket]):
                     self.complete(ticket, values)
         if was_busy and not any(self._lanes):
             self._busy += monotonic() - self._since
+            self._quiet_at = self._quiet_from_now()
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         log.warning("an execution has failed: %s", error, exc_info=error)

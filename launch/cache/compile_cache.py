@@ -88,7 +88,7 @@ class CompileCache:
             has_run: whether a graph has run, where others start it; texts wait for that.
         """
         self._changes += 1
-        if has_run is not None:
+        if has_run is not None and self._pending:
             self._awaited.append(has_run)
         if self._pending and (self._writer is None or not self._writer.is_alive()):
             writer = threading.Thread(target=self._write, name="cg compile cache", daemon=True)

@@ -65,6 +65,10 @@ class Differentiate(Pass):
     name: ClassVar[str] = "differentiate"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
 
+    def __post_init__(self) -> None:
+        if self.whole and not all(map(str.isdecimal, self.whole.split("+"))):
+            raise ValueError(f"whole has ranks with + between them, not {self.whole!r}")
+
     def run(self, module: Module) -> bool:
         program = module.program
         changed = bool(module.vjps)

@@ -54,8 +54,9 @@ def work_time(vjp: Vjp, tradeoff: Tradeoff, costs: Costs) -> Fraction:
 def section_times(vjp: Vjp, work: int, share: float, costs: Costs) -> Mapping[str, float]:
     """The milliseconds of the sections of a derivative.
 
-    Where a section is not measured, the gradients of inputs take the time of the forward, and so do
-    those of weights.
+    Where a section is not measured, a whole backward takes the time of its halves, if they are, and
+    halves share that of a whole one. Else the gradients of inputs take the time of the forward, and
+    so do those of weights.
 
     Args:
         vjp: the derivative.
@@ -63,11 +64,16 @@ def section_times(vjp: Vjp, work: int, share: float, costs: Costs) -> Mapping[st
         share: of that work, what the backward does again.
         costs: with the measured times of functions.
     """
-    forward = costs.functions.get(vjp.forward, costs.estimate(work))
-    times = {vjp.forward: forward}
-    for name, runs in ((vjp.backward, 2), (vjp.input, 1)):
-        if name is not None:
-            times[name] = costs.functions.get(name, runs * forward) + share * forward
+    known = costs.functions
+    forward = known.get(vjp.forward, costs.estimate(work))
+    whole = known.get(vjp.backward)
+    half = forward if whole is None else whole / 2
+    if whole is None:
+        halves = [known[name] for name in (vjp.input, vjp.weight) if name and name in known]
+        whole = sum(halves) if len(halves) == 2 else 2 * forward
+    times = {vjp.forward: forward, vjp.backward: whole + share * forward}
+    if vjp.input is not None:
+        times[vjp.input] = known.get(vjp.input, half) + share * forward
     if vjp.weight is not None and vjp.weight not in times:
-        times[vjp.weight] = costs.functions.get(vjp.weight, forward)
+        times[vjp.weight] = known.get(vjp.weight, half)
     return times

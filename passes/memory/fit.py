@@ -128,6 +128,8 @@ def fit(
             return Fit(best.limits, best.amounts, trials.whole, report)
         plans = trials.plans(joint)
         over = _over(plans, memory)
+        # Ranks of a mesh compute the same functions.
+        over |= {rank for group in groups if over & set(group.ranks) for rank in group.ranks}
         if not may_be_whole or over <= trials.whole:
             raise _error(plans, memory, trials)
         trials.whole |= over

@@ -20,4 +20,4 @@ def may_be_whole(schedule: Schedule | None) -> bool:
 
 def with_whole_backwards(schedule: Schedule | None, ranks: Collection[int]) -> Schedule | None:
     """The schedule with backwards that stay whole on some ranks, if it splits any."""
-    return replace(schedule, whole=frozenset(ranks)) if schedule is not None else None
+    return None if schedule is None else replace(schedule, whole=schedule.whole | set(ranks))

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir.attributes import Action, Task, Traffic
+from ...ir.attributes import Action, Effect, Task, Traffic
 from ...ir.ops import Call, Collective, CopyStart, Op, Recv, RowCollective, Send
 from ...ir.ops.module import Module
 from ...ir.pipeline.costs import Costs
@@ -39,7 +39,7 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     A call takes the time in `costs.functions` for its function. Without one, an actor's call takes
     its share of the time of its task: `tf`, `tb` or `tw`, divided by the number of such calls of
     the task on its rank. Each rank of a group does all of them. A W without B, as on the first
-    stage, is a whole backward and takes `tb + tw`.
+    stage, is a whole backward and takes `tb + tw`, and so is a B without W that adds to gradients.
 
     After each call its rank is idle for `costs.overhead`, and before each send, collective or copy
     to or from the host for `costs.post`; with `costs.speed` a copy occupies it for its use of
@@ -99,6 +99,15 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
         if call.task and module.functions[call.fn.name].is_work
     }
     split = any(task.action is Action.WEIGHT for task in tasks)
+    whole = {
+        call.task
+        for program_calls in calls
+        for call in program_calls
+        if call.task in tasks
+        and call.task.action is Action.BACKWARD
+        and call.task.beside(Action.WEIGHT) not in tasks
+        and module.functions[call.fn.name].effect is Effect.ACCUMULATE
+    }
     work: dict[int, float] = {}
     for program_calls in calls:
         known = costs.functions
@@ -109,7 +118,8 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
         counts = Counter(call.task for call in sharing)
         for call in sharing:
             if call.task is not None:
-                work[id(call)] = _time(costs, call.task, split, tasks) / counts[call.task]
+                is_split = split and call.task not in whole
+                work[id(call)] = _time(costs, call.task, is_split, tasks) / counts[call.task]
     return work
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cg.ir.attributes import Action
 from cg.ir.ops import Call
 from cg.ir.ops.clone import clone
-from cg.ir.ops.module import Module
+from cg.ir.ops.module import Module, Vjp
 from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.pipeline.tradeoff import SavingPoint, Tradeoff
 from cg.ir.types import DType, TensorType
@@ -26,7 +26,7 @@ from cg.launch.api.select_schedule import narrower
 from cg.passes import schedules
 from cg.passes.manager.manager import run_on_copy
 from cg.passes.manager.pipelines import default_pipeline
-from cg.passes.memory.choice_times import choice_time
+from cg.passes.memory.choice_times import choice_time, section_times
 from cg.passes.memory.fit import Fit, MemoryLimitError, fit
 from cg.passes.memory.offload import ALL, HIDDEN, Offload
 from cg.passes.memory.saving_levels import HostMemory, saving_levels
@@ -273,7 +273,9 @@ def test_backwards_may_stay_whole_on_some_ranks(name: str, pipeline_module: Make
     homes = [0, 1, 1, 0] if name == "zb-v" else [0, 1]
     schedule = with_whole_backwards(schedules.by_name(name), {1})
     module = run_on_copy(default_pipeline(schedule), pipeline_module(2, 4, homes))[0]
-    for program in module.programs:
+    times = simulate_programs(module, Costs(tf=1.0, tb=2.0, tw=3.0))
+    for program, time in zip(module.programs, times.ranks, strict=True):
+        assert time.busy == 4 * homes.count(program.rank) * 6.0
         tasks = {op.task for op in program.ops if isinstance(op, Call) and op.task is not None}
         numbers = Counter(task.action for task in tasks)
         stages = homes.count(program.rank)
@@ -314,3 +316,16 @@ def test_no_search_that_is_tried_is_faster(seed: int, share: float, pipeline_mod
     module = compiled(schedule, fitted.limits, fitted.whole, fitted.amounts)
     assert all(peak <= limit for peak, limit in zip(pipe.peaks(module), memory, strict=True))
     assert time(schedule, fitted) <= min(times) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("measured", ["halves", "whole", "nothing"])
+def test_sections_that_are_not_measured_take_the_time_of_those_that_are(measured: str) -> None:
+    vjp = Vjp("f.vjp", "f", "b", (0,), (0,), input="i", weight="w")
+    functions = {
+        "halves": {"f": 2.0, "i": 3.0, "w": 5.0},
+        "whole": {"f": 2.0, "b": 8.0},
+        "nothing": {"f": 2.0},
+    }[measured]
+    times = section_times(vjp, 10, 0.5, Costs(functions=functions))
+    expected = {"halves": (9.0, 4.0, 5.0), "whole": (9.0, 5.0, 4.0), "nothing": (5.0, 3.0, 2.0)}
+    assert tuple(times[name] for name in "biw") == expected[measured]

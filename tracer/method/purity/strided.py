@@ -24,8 +24,9 @@ _OTHERS = frozenset(
 WITH_OFFSET: frozenset[Any] = _OTHERS | {_PLAIN}
 """The operators that may be given an offset."""
 REMEDY = (
-    "leave the offset out, and begin with the element that it means: "
-    "x.flatten()[offset:].as_strided(size, stride)"
+    "leave the offset out, and begin with the element that it means: of a contiguous x take "
+    "x.flatten()[offset:].as_strided(size, stride), and write to such a view of x.clone() in place "
+    "of as_strided_scatter"
 )
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
