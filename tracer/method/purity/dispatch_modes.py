@@ -32,12 +32,12 @@ from ...values.operators import is_random, storage_key, writes_in_secret, writte
 from ..assertions.assertions import asserted
 from ..constants.constant_values import LIFTS, ConstantValues
 from ..experts.expert_products import static_form
+from ..replaced.strided import REMEDY, WITH_OFFSET, OffsetError, from_first_element
 from ..rows.row_programs import UNHANDLED, RowPrograms
 from .function_log import FunctionLog
 from .op_log import OpLog
 from .randomness import count_draw
 from .repeated_draws import Draws
-from .strided import REMEDY, WITH_OFFSET, OffsetError, from_first_element
 from .watch import UsesGradients
 
 BUFFER_REMEDY = (
