@@ -70,3 +70,9 @@ def test_texts_wait_for_graphs_that_others_start(
     assert writer is not None
     writer.join()
     assert [*cache.read("traces", "key")] == ["4" if runs else str(compile_cache.PAUSES + 1)]
+
+
+def test_a_cache_that_writes_nothing_holds_no_graph(tmp_path: Path) -> None:
+    for cache in (CompileCache(), CompileCache(EntryStore(tmp_path))):
+        cache.write_behind(lambda: False)
+        assert not cache._awaited

@@ -332,3 +332,11 @@ def test_sections_that_are_not_measured_take_the_time_of_those_that_are(measured
     times = section_times(vjp, 10, 0.5, Costs(functions=functions))
     expected = {"halves": (9.0, 4.0, 5.0), "whole": (9.0, 5.0, 4.0), "nothing": (5.0, 3.0, 2.0)}
     assert tuple(times[name] for name in "biw") == expected[measured]
+
+
+def test_ranks_that_a_schedule_keeps_whole_stay_so() -> None:
+    schedule = with_whole_backwards(schedules.by_name("zb-h1"), {0})
+    assert schedule is not None
+    again = with_whole_backwards(schedule, {1})
+    assert again is not None
+    assert again.whole == {0, 1}

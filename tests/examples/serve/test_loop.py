@@ -320,6 +320,28 @@ def test_an_engine_is_idle_after_as_long_as_its_longest_slice(
     run(tmp_path, story)
 
 
+def test_idle_time_counts_from_the_end_of_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from its submission; and one long slice does not make an engine wait for ever."""
+    clock = [0.0]
+    monkeypatch.setattr(loops, "monotonic", lambda: clock[0])
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        engine = loop.engine
+        assert isinstance(engine, FakeEngine)
+        engine.longest_slice = 5.0
+        front.add(Request(1, (1,), 1))
+        while not engine.queue:
+            await asyncio.sleep(0)
+        clock[0], engine.longest_slice = 100.0, 1e9
+        engine.run_one()
+        await front.until(lambda: len(front.ends) == 1)
+        assert loop._quiet_at == 100.0 + loops.LONGEST_QUIET
+
+    run(tmp_path, story, delay=None)
+
+
 def test_requests_that_come_meanwhile_go_ahead_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
